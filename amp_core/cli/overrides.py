@@ -59,7 +59,7 @@ WORDS = {word: ours for ours, words in {
     "optimizer.lr": "learning_rate base_lr max_lr", "optimizer.weight_decay": "wd", "dry_run": "fast_dev_run",
     "amp": "precision mixed_precision dtype use_amp opt_level", "data.num_workers": "workers", "model": "arch net",
     "accumulation": "gradient_accumulation_steps accumulate_grad_batches grad_accum",
-    "batch_size": "batch per_device_train_batch_size train_batch_size", "log": "logger report_to wandb tensorboard",
+    "batch_size": "bs batch per_device_train_batch_size train_batch_size", "log": "logger report_to wandb tensorboard",
     "layout.nproc_per_node": "gpus num_gpus nproc devices world_size num_processes",
     "layout.nnodes": "nodes num_nodes num_machines", "layout device": "accelerator trainer strategy parallel",
     "steps": "max_steps num_steps iterations max_iters", "epochs": "max_epochs num_epochs num_train_epochs",
@@ -73,7 +73,8 @@ WORDS = {word: ours for ours, words in {
     "model.weights": "pretrained init_from initial_checkpoint checkpoint_path finetune", "log.wandb_tags": "tags",
     "log.progress": "enable_progress_bar progress_bar", "experiment": "hparams_search",
     "schedule": "lr_scheduler scheduler lr_scheduler_type", "amp.init_scale": "scale loss_scale static_loss_scale",
-    "data.image_size": "size resolution input_size crop_size img_size", "optimizer.options": "momentum nesterov betas",
+    "data.image_size": "size resolution input_size crop_size img_size", "model.options": "dropout",
+    "optimizer.options": "momentum nesterov betas",
     "schedule.options": "warmup_steps warmup_epochs warmup_ratio milestones gamma step_size",
     "data.path data.eval_path": "train_path val_path train_dir val_dir data_path", "layout": "ddp fsdp distributed",
     "log.wandb_project": "project wandb_project", "save_every eval_every log_every": "save",
@@ -360,8 +361,8 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
     near = [other for other in near if other.rpartition(".")[0] == head or is_misspelt(head, other.rpartition(".")[0])]
     near.sort(key=lambda other: -difflib.SequenceMatcher(None, key.lower(), other.lower()).ratio())
     yield from ([f"{other}={typed}"] for other in near)
-    if head in FREE:
-        yield [f"{head}.options.{tail}={typed}"]
+    options = [target for target in WORDS.get(tail, "").split() if target.endswith(".options")]
+    yield [f"{target}.{tail}={typed}" for target in ([f"{head}.options"] if head in FREE else options)]
 
 
 def _tried(text: str, sound: list[str], before: list[str], problems_of: Problems | None) -> list[str] | None:

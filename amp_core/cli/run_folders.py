@@ -127,9 +127,11 @@ _FOLDERS = (".hydra", "checkpoints", "doctor", "predictions", "samples")
 
 def _check_names(folder: Path) -> Iterator[str]:
     """What must not be changed in a folder: files of somebody else, and what links lead to."""
-    for name in (*OVERWRITTEN, "tensorboard", "wandb"):
-        if (folder / name).is_symlink() and (name != "checkpoints" or not is_own_link(folder / name)):
-            yield f"{name} is a link to {os.readlink(folder / name)}, and would be changed there; remove the link"
+    links = [name for name in (*OVERWRITTEN, "tensorboard", "wandb") if (folder / name).is_symlink()]
+    if foreign := [name for name in links if name != "checkpoints" or not is_own_link(folder / name)]:
+        where = ", ".join(f"{name} is a link to {os.readlink(folder / name)}" for name in foreign)
+        yield f"{where}: the run would change what is there; remove the link{'s' * (len(foreign) > 1)}"
+        return
     for name in (*OVERWRITTEN, *(f".hydra/{part}.yaml" for part in ("config", "overrides"))):
         found, expected = kind_of(folder / name), "a folder" if name in _FOLDERS else "a file"
         if found not in ("", "a link", expected):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +53,7 @@ def check_samples(cfg: DataConfig, *, progress: bool = True) -> None:
             say(note)
         parts = {"training": data.train, "evaluation": data.eval}
         total = sum(map(len, parts.values()))
-        with tqdm(total=total, unit=" samples", disable=not progress, leave=False) as bar:
+        with tqdm(total=total, unit=" samples", disable=not (progress and sys.stderr.isatty()), leave=False) as bar:
             for part, dataset in parts.items():
                 name_of = getattr(dataset, "name_of", lambda index, part=part: f"{part} sample {index}")
                 for found in _read(dataset, max(1, min(cfg.num_workers, num_cores))):

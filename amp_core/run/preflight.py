@@ -53,6 +53,12 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         )
     if sound("device", "layout", "amp", "debug"):
         _check_devices(cfg, problems, warnings)
+        several = os.environ.get("RANK", "").isdigit() and os.environ.get("WORLD_SIZE", "1") not in ("0", "1")
+        if several and not launched() and cfg.layout.name not in ONE_PROCESS and cfg.layout.nnodes in (1, "1"):
+            problems.append(
+                f"RANK={os.environ['RANK']}: was not set by torchrun, so each process would be a run of its own; start "
+                f"them with torchrun or layout.nproc_per_node={os.environ['WORLD_SIZE']}, or unset RANK"
+            )
     if sound("device", "perf") and cfg.perf.compile is not None:
         _check_compiler(cfg, problems)
     if sound("optimizer"):
