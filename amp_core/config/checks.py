@@ -169,12 +169,11 @@ def _check_mnist_subset(cfg: DataConfig) -> Iterator[str]:
 
 def _check_path(cfg: DataConfig) -> Iterator[str]:
     if cfg.name == "cifar10":
-        parts = (CIFAR_FOLDER,)
         expected = f"expected the folder that holds {CIFAR_FOLDER} (unpack cifar-10-python.tar.gz there)"
-        yield from _check_parts(cfg, parts, expected, lambda root: ())
+        yield from _check_parts(cfg, (CIFAR_FOLDER,), expected, lambda root: ())
     else:
-        parts = ("train", "val")
-        yield from _check_parts(cfg, parts, "expected a folder with train/<class>/* and val/<class>/*", _check_classes)
+        expected = "expected a folder with train/<class>/* and val/<class>/*"
+        yield from _check_parts(cfg, ("train", "val"), expected, _check_classes)
 
 
 def _check_parts(

@@ -71,8 +71,6 @@ class Interrupted(RunError):
         return type(self), (str(self), self.exit_code, self.by_signal)
 
 
-# --- what was meant ---
-
 SAME = {
     **dict.fromkeys(("gpu", "nvidia"), "cuda"), **dict.fromkeys(("test", "eval", "val", "validate"), "evaluate"),
     **dict.fromkeys(("inference", "infer", "generate"), "predict"), "fit": "train", "tb": "tensorboard",

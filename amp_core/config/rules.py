@@ -152,8 +152,12 @@ def _check_layout(cfg: Config) -> Iterator[str]:
             f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which would share compiled "
             f"code; use null, or layout=ddp"
         )
-    if layout.name == "ddp":
-        yield from _check_ddp(cfg)
+    for key in ("static_graph", "compress") if layout.name == "ddp" and cfg.amp.update is not None else ():
+        if value := getattr(layout, key):
+            yield (
+                f"layout.{key}={show_value(value)}: has no effect with amp={cfg.amp.name}, whose step sums the "
+                f"gradients of 16-bit weights itself, without DistributedDataParallel; leave it out"
+            )
     if layout.name in SHARDED:
         yield from _check_sharded(cfg)
     if layout.name in ONE_PROCESS:
@@ -175,16 +179,6 @@ def _check_layout(cfg: Config) -> Iterator[str]:
             yield (
                 f"run_dir=null: layout.nnodes={layout.nnodes} with layout.max_restarts={layout.max_restarts} may "
                 f"resume on another machine; expected a folder that all machines see, such as run_dir=/shared/my-job"
-            )
-
-
-def _check_ddp(cfg: Config) -> Iterator[str]:
-    layout = cfg.layout
-    for key in ("static_graph", "compress") if cfg.amp.update is not None else ():
-        if value := getattr(layout, key):
-            yield (
-                f"layout.{key}={show_value(value)}: has no effect with amp={cfg.amp.name}, whose step sums the "
-                f"gradients of 16-bit weights itself, without DistributedDataParallel; leave it out"
             )
 
 
