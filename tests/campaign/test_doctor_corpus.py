@@ -19,20 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from planted_faults import (
-    FAULTS,
-    INF,
-    NAN,
-    QUIET,
-    Fault,
-    drawn,
-    in_samples,
-    in_slot,
-    phases_by_matmul,
-    phases_in_fp32,
-    phases_of_half,
-    with_attention,
-)
+from faulty_code import phases_by_matmul, phases_in_fp32, phases_of_half, with_attention
+from planted_faults import FAULTS, QUIET
+from planting import INF, NAN, Fault, drawn, in_samples, in_slot
 from running import lines, state, summary
 from shared import free_port
 from test_doctor_causes import ROWS
