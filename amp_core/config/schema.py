@@ -369,7 +369,7 @@ class Config:
     """predict: write predictions.jsonl into the run folder."""
     predict_on: str | None
     """task=predict: a folder of images; null: the evaluation data. An image that cannot be read gets a line with its
-    `error`, and they are counted; the exit code is 1 only if none can be read."""
+    `error`, and they are counted; the exit code is 1 only if none can be read. The training data may be gone."""
     log: LogConfig
     perf: PerfConfig
     checkpoint: CheckpointConfig
