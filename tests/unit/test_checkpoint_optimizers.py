@@ -288,6 +288,16 @@ def test_a_snapshot_puts_back_what_is_in_the_groups(tmp_path: Path) -> None:
     assert (group["k"], group["lr"], group["weight_sum"].item(), net.weight.mean().item()) == (0, 0.1, 0.0, 0.5)
 
 
+def test_a_setting_that_a_run_gives_a_number_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    nets = [tiny(0.5), tiny(0.5)]
+    ran, begun = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
+    checkpoint = Checkpoint(tmp_path, model=nets[0], optimizer=ran)
+    ran.param_groups[0]["foreach"] = False  # None before
+    checkpoint.save(1)
+    must_load(Checkpoint(tmp_path, model=nets[1], optimizer=begun))
+    assert begun.param_groups[0]["foreach"] is False
+
+
 def test_a_schedule_here_keeps_its_rates_whatever_the_file_has(tmp_path: Path) -> None:
     def build(lr: float) -> dict[str, Any]:
         net = tiny(0.5)
