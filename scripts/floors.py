@@ -118,7 +118,7 @@ def _imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("amp_core", "amp_tools"):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                yield node.lineno, full if full in known else node.module
+                yield node.lineno, full if full in known else node.module or ""
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in ("amp_core", "amp_tools"):

@@ -37,7 +37,7 @@ from amp_core.tensors import local
 
 TOLERANCE = 0.02
 """Between model and measurement, relative. Not modelled: slices are cut at multiples of 64 elements."""
-SIZES = {"vocab_size": 256, "length": 16, "width": 64, "depth": 4, "heads": 2}
+SIZES: dict[str, Any] = {"vocab_size": 256, "length": 16, "width": 64, "depth": 4, "heads": 2}
 
 
 @dataclass(frozen=True)

@@ -252,12 +252,15 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
     is_wrapper = bool(inner_optimizers(optimizer))
     if is_wrapper and there == here and "param_groups" not in state:
         return  # in a layout of its own, which it checks itself
-    groups, moved = state.get("param_groups"), state.get("moved", [])
-    states = state.get("state", {} if is_wrapper else None)
-    is_one = isinstance(states, dict) and isinstance(groups, list) and isinstance(moved, list)
-    is_one = is_one and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
-    is_one = is_one and all(type(number) is int for group in groups for number in group["params"])
-    if not (is_one and all(isinstance(keys, list) for keys in moved)):
+    groups, states = state.get("param_groups"), state.get("state", {} if is_wrapper else None)
+    if not (
+        isinstance(states, dict)
+        and isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(number) is int for group in groups for number in group["params"])
+        and isinstance(moved := state.get("moved", []), list)
+        and all(isinstance(keys, list) for keys in moved)
+    ):
         yield "is not the state of an optimizer"
         return
     if there not in (None, here):

@@ -83,10 +83,11 @@ class Adam16(torch.optim.Optimizer):
             moments[len(params) :],
             [],
             steps,
-            **dict(zip(("beta1", "beta2"), group["betas"], strict=True)),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
             **{key: group[key] for key in ("fused", "lr", "eps", "weight_decay", "decoupled_weight_decay")},
-            # Set by `Amp.step` and by torch's GradScaler.
-            **{key: getattr(self, key, None) for key in ("grad_scale", "found_inf")},
+            grad_scale=getattr(self, "grad_scale", None),  # set by `Amp.step` and by torch's GradScaler
+            found_inf=getattr(self, "found_inf", None),
             amsgrad=False,
             maximize=False,
         )

@@ -45,6 +45,7 @@ def _check_counts(loop: Loop, loaded: Loaded) -> None:
     """Raises CheckpointError for counts that no run has written."""
     exact = 2**53  # of floats, in which lengths are computed
     progress = {"planned_samples": 1, "skipped": 0, "consecutive_skips": 0, "averaged": 0, **loaded.progress}
+    counts: dict[str, tuple[Any, int, int]]
     counts = {f"{name}.num_taken": (int(each.num_taken), 0, MOST_STEPS) for name, each in loop.schedules.items()}
     for key in ("step", "skipped", "consecutive_skips", "averaged"):
         counts[f"progress.{key}"] = progress.get(key), 0, MOST_STEPS

@@ -226,7 +226,7 @@ def test_keys_are_found_where_they_belong(monkeypatch, tmp_path):
     assert redact_typed("wandb_key=abcdefghijk seed=123456789") == "wandb_key=*** seed=123456789"
 
 
-@pytest.mark.parametrize("recipe", ["language_model", "gan"])
+@pytest.mark.parametrize("recipe", ["language_model", "diffusion", "gan"])
 def test_samples_that_cannot_be_written_end_a_run_with_4(recipe, monkeypatch, capsys):
     """As with any other file of a run: a message and no traceback, and the checkpoint of the step before."""
 

@@ -145,6 +145,16 @@ def test_the_patched_forward_of_tutorials_runs_the_original_weights_in_a_copy():
     assert fill(copy.deepcopy(patched), 0.0)(torch.ones(1, 2)).item() == 3.0  # not 0: the weights of the original
 
 
+@half_types
+def test_switching_autocast_off_without_casting_the_input_raises(dtype):
+    body, head, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(2, 4)
+    with autocast(dtype):
+        features = body(x)
+        with torch.autocast("cpu", enabled=False), pytest.raises(RuntimeError, match="dtype"):
+            head(features)
+        assert keep_fp32(head)(features).dtype is torch.float32
+
+
 def test_an_island_has_to_be_where_the_infinity_is_born():
     def net():
         torch.manual_seed(0)

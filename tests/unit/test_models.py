@@ -139,6 +139,14 @@ def test_torchvision_models_give_plain_logits_of_the_classes_of_the_data(
     assert isinstance(logits, torch.Tensor) and logits.shape == (2, 7)
 
 
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_hidden_layers_suit_tensor_cores(name: str) -> None:
+    net = build_model(name, CLASSIFIERS, num_classes=10, image_shape=GRAY, options={})
+    layers = [m for m in net.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
+    outputs = [m.out_channels if isinstance(m, torch.nn.Conv2d) else m.out_features for m in layers]
+    assert all(count % 8 == 0 for count in outputs[:-1])
+
+
 def test_options_reach_the_model() -> None:
     small, large = (
         build_model("cnn", CLASSIFIERS, num_classes=10, image_shape=GRAY, options={"width": width}) for width in (8, 32)
