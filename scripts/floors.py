@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 BUDGETS = {
-    "library": (10_240, "base lowp step memory layouts checkpoints heads"),
+    "library": (10_250, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
     "program": (12_170, "config run cli data models train.py"),
     "amp_tools": (4_085, "amp_tools"),
@@ -36,7 +36,7 @@ BUDGETS = {
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
 program imports, the program half what a run of train.py needs besides."""
 
-TESTS_TO_CODE = 1.05
+TESTS_TO_CODE = 1.04
 """Lines of tests to those of all other Python, at most."""
 
 MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 35, 7_365, 2_731
