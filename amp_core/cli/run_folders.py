@@ -121,7 +121,6 @@ def check_place(key: str, path: str) -> str | None:
 OVERWRITTEN = (".hydra", ".lock", "checkpoints", "doctor", "environment.json", "metrics.jsonl", "samples")
 OVERWRITTEN += ("predictions", "predictions.jsonl", "summary.json", "train.log", "wandb_id")
 """Names in a run folder that a run makes, and changes when they are there; so do TensorBoard and wandb with theirs."""
-_OF_SHELLS = (".log", ".out", ".err", ".sh", ".sbatch", ".pid")
 _FOLDERS = (".hydra", "checkpoints", "doctor", "predictions", "samples")
 
 
@@ -148,9 +147,9 @@ def _check_names(folder: Path) -> Iterator[str]:
 
 
 def _is_left(path: Path) -> bool:
-    """What a run leaves that ended before it began, and what a scheduler or a shell puts beside it."""
+    """What a run leaves that ended before it began, and files beside it: notes, a scheduler's output, weights."""
     if path.name not in OVERWRITTEN:
-        return path.name.startswith(".") or path.name.endswith(_OF_SHELLS)
+        return path.name.startswith(".") or not path.is_dir()
     if path.is_dir():
         return all(entry.name.startswith(".") for entry in path.iterdir())
     if path.name == "summary.json":

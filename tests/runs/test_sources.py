@@ -63,10 +63,10 @@ def test_a_place_without_a_checkpoint_says_why_in_the_same_words(setting, place,
 
 HOLDS = {  # what a folder holds that a run is started in -> what is said of it
     "train/cat/1.png": "holds no run, but train; choose a new folder, such as ",
-    "a.txt b.txt c.txt d.txt": "holds no run, but a.txt, b.txt, c.txt and 1 more; choose a new folder, such as ",
+    "a/1 b/1 c/1 d/1 e.txt": "holds no run, but a, b, c and 1 more; choose a new folder, such as ",
     "metrics.jsonl": "holds no run, but metrics.jsonl; choose a new folder",
     "": None,
-    "slurm-17.out job.sh .git/HEAD": None,
+    "notes.txt slurm-17.out .git/HEAD": None,
 }
 
 
