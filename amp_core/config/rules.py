@@ -343,10 +343,10 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
         notes.append(f"amp.init_scale={cfg.amp.init_scale:g} is above the cap; the scale starts at {cap:g}")
     if cfg.amp.update == "nearest":
         lost = {"float16": "1/4096", "bfloat16": "1/512"}[cfg.amp.weights]
-        cure = "amp=o2" if cfg.amp.weights == "float16" else "amp.update=stochastic or kahan"
+        fix = "amp=o2" if cfg.amp.weights == "float16" else "amp.update=stochastic or kahan"
         notes.append(
             f"amp={cfg.amp.name}: {cfg.amp.weights} weights without fp32 copies lose updates below {lost} of a "
-            f"weight, and training stalls. For comparison only; use {cure}"
+            f"weight, and training stalls. For comparison only; use {fix}"
         )
     if cfg.ema.decay is None and "ema.warmup" in given:
         notes.append("ema.warmup has no effect while ema.decay is null")
