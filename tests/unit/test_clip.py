@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, Optimizer
 
 from amp_core import Amp, Clip
+from amp_core.config.schema import ClipConfig
 from amp_core.tensors import full_tensor
 
 INF, NAN = float("inf"), float("nan")
@@ -78,6 +79,19 @@ def joint(tensors: Sequence[Tensor]) -> float:
 
 
 GRADS = [torch.tensor([[3.0, 4.0], [0.0, 12.0]]), torch.tensor([84.0])]  # joint norm 85.  Powers of two away: exact.
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (("none", None, None, None, None), None),
+        (("norm", 0.5, None, None, False), Clip.norm(0.5, folded=False)),
+        (("value", None, 2.0, None, None), Clip.value(2.0)),
+        (("adaptive", None, None, 0.01, None), Clip.adaptive(0.01)),
+    ],
+)
+def test_the_settings_of_a_run_are_its_clipping(settings: Any, expected: Clip | None) -> None:
+    assert Clip.of(ClipConfig(*settings)) == expected
 
 
 @fused_or_not

@@ -284,9 +284,8 @@ def test_a_loss_that_is_not_finite_skips_though_its_gradients_are(bad: float, mo
     stock.step(opt_a)
     assert a.item() == -1.0
     opt_a.zero_grad()
-    amp.backward(loss)
-    for _ in range(100):  # the next micro-batches do not hide it
-        amp.backward((a * 0.01).sum())
+    for number in range(101):  # neither those before nor those after hide it
+        amp.backward(loss if number == 50 else (a * 0.01).sum())
     reports = [amp.step(opt_a)]
     amp.backward((b * 1.0).sum())
     reports.append(amp.step(opt_b))
@@ -315,17 +314,17 @@ def test_a_bad_batch_that_was_dropped_does_not_skip_the_next_one(mode: str) -> N
 
 
 def losses_of_ranks(rank: int) -> list[float]:
-    """A loss that is infinite on rank 1 alone, with finite gradients; then an inf in what rank 1 unscales."""
+    """A loss that is infinite on rank 1 alone, with finite gradients; then an inf in what one rank or both unscale."""
     amp, (weight, optimizer), (other, unstepped) = amp_of(), a_weight(), a_weight()
     amp.backward(weight.sum() + torch.tensor(INF if rank else 0.0))
     found = [float(amp.step(optimizer).taken)]
     amp.update()
     found += [amp.scale, weight.item()]
-    for has_any in (True, False):  # the other rank may have no gradient at all
+    for factors in ((1.0, HUGE), (0.0, HUGE), (HUGE, HUGE)):
         optimizer.zero_grad(), unstepped.zero_grad()
         amp.backward(weight.sum())
-        if rank or has_any:
-            amp.backward((other * (HUGE if rank else 1.0)).sum())
+        if factors[rank]:  # else this rank has no gradient at all
+            amp.backward((other * factors[rank]).sum())
         amp.unscale_(unstepped)
         found.append(float(amp.step(optimizer).taken))
         amp.update()
@@ -334,7 +333,7 @@ def losses_of_ranks(rank: int) -> list[float]:
 
 
 def test_ranks_agree_about_a_bad_loss_and_an_optimizer_that_is_not_stepped(on_ranks: Callable[..., Any]) -> None:
-    expected = [0.0, 65536.0, 0.0, 1.0, 32768.0, 2.0, 1.0, 16384.0, 3.0]
+    expected = [0.0, 65536.0, 0.0, 1.0, 32768.0, 2.0, 1.0, 16384.0, 3.0, 1.0, 8192.0, 4.0]
     assert on_ranks(losses_of_ranks) == [expected] * 2
 
 
