@@ -83,7 +83,7 @@ _TAKES_MASKS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "sub",
 one."""
 
 
-class Trace(DispatchMode, Observer):
+class Trace(Observer, DispatchMode):
     """Watches operations inside `with trace:`; syncs with the device at each one.
 
     Other threads are not seen, since dispatch modes are thread-local; autograd's are, on every device.
