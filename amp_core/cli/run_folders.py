@@ -244,7 +244,7 @@ def source_of(values: dict[str, Any]) -> Path | None:
 
 def last_unfinished(cfg: Config) -> str:
     """The newest unfinished run folder of the same configuration. ConfigError: there is none."""
-    base = Path("outputs", cfg.recipe["name"])
+    base, values = Path("outputs", cfg.recipe["name"]), cfg.to_dict()
     finished = others = 0
     for folder in sorted(base.iterdir() if base.is_dir() else [], key=lambda p: p.stat().st_mtime, reverse=True):
         stored = stored_config(folder)
@@ -252,7 +252,7 @@ def last_unfinished(cfg: Config) -> str:
             continue
         if status_of(folder) == "finished":
             finished += 1
-        elif is_locked(folder) or differences(stored, cfg.to_dict()):
+        elif is_locked(folder) or differences(stored, values):
             others += 1
         else:
             return str(folder)
