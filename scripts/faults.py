@@ -28,20 +28,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from campaign import COLUMNS, Plan, Result
-from campaign.breaks import breaks
 from campaign.elastic import elastic
 from campaign.files import damaged, pickles
 from campaign.foreign import foreign
 from campaign.fuzz import fuzz
 from campaign.harness import kill_all, warm_up
-from campaign.leaks import leaks
 from campaign.network import network
 from campaign.runs import kills, ranks, restarts, signals
 from campaign.saves import saves
 from campaign.shimmed import clock, errors, load_before_libc
-from campaign.storage import storage
 from campaign.stuck import stuck
-from campaign.trackers import trackers
 
 PARTS: dict[str, Callable[[Plan], Result]] = {
     "saves": saves,
@@ -53,15 +49,11 @@ PARTS: dict[str, Callable[[Plan], Result]] = {
     "restarts": restarts,
     "elastic": elastic,
     "ranks": ranks,
-    "storage": storage,
     "errors": errors,
     "clock": clock,
     "foreign": foreign,
     "stuck": stuck,
-    "trackers": trackers,
-    "leaks": leaks,
     "network": network,
-    "breaks": breaks,
 }
 BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 
@@ -91,7 +83,7 @@ def main() -> int:
     unknown = set(flags.only.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"--only: no part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
-    if {"errors", "clock", "breaks"} & set(flags.only.split(",")):
+    if {"errors", "clock"} & set(flags.only.split(",")):
         load_before_libc(Path(tempfile.mkdtemp(prefix="shim-")))
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads
     # What a killed process leaves is the same in memory, and bringing it to disk costs nothing there.

@@ -14,12 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Parts of one group share a process, which imports torch once; groups are run side by side.
 GROUPS = {
-    "files": ["saves", "damage", "pickles", "storage", "foreign"],
+    "files": ["saves", "damage", "pickles", "foreign"],
     "calls and clocks": ["errors", "clock"],
     "command lines": ["fuzz"],
     "runs": ["kills", "signals", "ranks", "elastic"],
-    "processes": ["restarts", "stuck", "trackers", "leaks"],
-    "breaks": ["breaks"],
+    "processes": ["restarts", "stuck"],
 }
 LONG_ONLY = ["network"]
 

@@ -13,16 +13,16 @@ import sys
 from pathlib import Path
 
 import train
+from amp_core.checkpoints.folders import is_sound
 from campaign import Plan, Result
-from campaign.harness import last_step, outcome, start, summary, wait_until
+from campaign.harness import checkpoints, last_step, outcome, start, summary, wait_until
 from campaign.runs import Alone, clear, expect_same
-from campaign.storage import _is_clear, _sound
 
 SOURCE = Path(__file__).with_name("shim.c")
 LIBRARY = "AMP_RECIPES_SHIM"
 """Environment variable: the library, where this process has loaded it."""
 CALLS = {"open": 1, "write": 2, "fsync": 4, "rename": 8, "any call": 15}
-ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC}
+ERRORS = {name: getattr(errno, name) for name in ("EIO", "ENOSPC", "EROFS", "EFBIG")}
 LINES_MISSING = "lines will be missing"
 
 
@@ -69,7 +69,7 @@ def _with_failing_calls(rank: int, *, folder: Path, calls: int, at: range, numbe
 
 
 def errors(plan: Plan) -> Result:
-    """Opening, writing, bringing to disk and renaming fail once, for a while or from then on: EIO or ENOSPC."""
+    """Opening, writing, bringing to disk and renaming fail once, for a while or from then on: what `ERRORS` names."""
     result = Result()
     if _left_out(result):
         return result
@@ -93,9 +93,12 @@ def errors(plan: Plan) -> Result:
         what = f"{error} at {name} {begin} of {most}, {times}"
         result.counts[f"runs with a failing call ({error})"] += failed > 0
         result.counts["of these ended with 4 and resumed"] += bool(failed and code)
-        _is_clear(child, code, result, case, what, (0, 4))
+        result.expect(code in (0, 2, 4), case, f"{what}: exit code {code}: {child.text[-700:]}")
+        is_clear = child.text.count("error: ") == (code != 0) and "Traceback" not in child.text
+        result.expect(is_clear, case, f"{what}: no clear message: {child.text[-1500:]}")
         result.expect(not failed or code or len(child.text.splitlines()) < 60, case, f"{what}: says too much")
-        _sound(torn, result, case, what)
+        damaged = [path.name for path in checkpoints(torn) if not is_sound(path)]
+        result.expect(not damaged, case, f"{what}: {damaged} are damaged")
         is_whole = LINES_MISSING not in child.text
         if code:
             (again,) = start(torn, kind.command)
