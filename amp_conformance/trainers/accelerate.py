@@ -36,11 +36,9 @@ class Accelerate:
     name = "Accelerate"
     package: str | None = "accelerate"
     configuration = (
-        "accumulate() with sync_with_dataloader; each loss weighted by its share of the window, as the guide on "
-        "batches of variable size shows (accumulate() alone counts a shorter last window too little); "
-        "unscale_gradients and torch's clipping for each optimizer; an average updated unless "
-        "optimizer_step_was_skipped; automatic_checkpoint_naming; skip_first_batches. On a CPU Accelerate trains fp32 "
-        "when it is asked for fp16, so the adapter gives it a GradScaler and autocast for the CPU"
+        "accumulate() with sync_with_dataloader, each loss weighted by its share of the window, unscale_gradients and "
+        "torch's clipping, an average updated unless optimizer_step_was_skipped, automatic_checkpoint_naming, "
+        "skip_first_batches; a GradScaler and autocast for the CPU, where Accelerate trains fp16 as fp32"
     )
     documentation = "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
 

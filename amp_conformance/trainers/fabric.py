@@ -23,9 +23,9 @@ class Fabric:
     name = "Fabric"
     package: str | None = "lightning"
     configuration = (
-        "the loss divided by the number of micro-batches that a window really has, no_backward_sync, clip_gradients "
-        "with error_if_nonfinite=False in fp16, MixedPrecision with a GradScaler for the CPU, which is put into the "
-        "saved state, the network itself under fabric.autocast() where a loss has gradients within"
+        "the loss divided by the micro-batches of the window, no_backward_sync, clip_gradients with "
+        "error_if_nonfinite=False in fp16, MixedPrecision with a GradScaler for the CPU, fabric.autocast() around "
+        "gradients within a loss"
     )
     documentation = "https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html"
 

@@ -73,8 +73,8 @@ class HuggingFace:
     name = "HF Trainer"
     package: str | None = "transformers"
     configuration = (
-        "compute_loss overridden, loss_is_scaled_for_ga, num_items_in_batch for weights, logging_nan_inf_filter=False. "
-        "On a CPU it trains fp32 when it is asked for fp16, so the adapter gives its Accelerator a GradScaler"
+        "compute_loss overridden, loss_is_scaled_for_ga, num_items_in_batch for weights, logging_nan_inf_filter=False, "
+        "a GradScaler for the CPU, where it trains fp16 as fp32"
     )
     documentation = "https://huggingface.co/docs/transformers/main_classes/trainer"
 

@@ -24,8 +24,7 @@ class Ignite:
     package: str | None = "pytorch-ignite"
     configuration = (
         "create_supervised_trainer with gradient_accumulation_steps, EMAHandler, Checkpoint and DiskSaver, "
-        "deterministic=True to go on within an epoch. Its autocast is for CUDA, so model_fn has one for the CPU; in "
-        "fp16 amp_mode='amp' with a GradScaler for the CPU"
+        "deterministic=True to resume within an epoch, autocast and GradScaler for the CPU"
     )
     documentation = "https://docs.pytorch.org/ignite/engine.html"
 

@@ -92,9 +92,9 @@ class Lightning:
     name = "Lightning"
     package: str | None = "lightning"
     configuration = (
-        "automatic optimization with accumulate_grad_batches and gradient_clip_val; with several optimizers manual, "
-        "clipped in on_before_optimizer_step, where gradients are unscaled; EMAWeightAveraging, schedulers by step, a "
-        "loader with a state, MixedPrecision with a GradScaler for the CPU"
+        "accumulate_grad_batches and gradient_clip_val; several optimizers manually, clipped in "
+        "on_before_optimizer_step; EMAWeightAveraging, schedulers by step, a loader with a state, MixedPrecision with "
+        "a GradScaler for the CPU"
     )
     documentation = "https://lightning.ai/docs/pytorch/stable/common/trainer.html"
 

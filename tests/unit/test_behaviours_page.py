@@ -1,4 +1,4 @@
-"""The page of behaviours names what exists, and leaves no number out."""
+"""The page of behaviours names what exists, and shows every technique and pitfall."""
 
 from __future__ import annotations
 
@@ -8,12 +8,45 @@ from pathlib import Path
 
 import pytest
 
+from amp_conformance import CHECKS
 from recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "BEHAVIOURS.md").read_text()
-ROWS = re.findall(r"^- \*\*([\w., ]+)\*\* (.*)\n  (.*)$", PAGE, re.MULTILINE)
-NUMBERS = [str(number) for number in range(1, 76)] + [f"5.{number}" for number in range(1, 50)]
+NUMBERS = {
+    "ranges": "1 5, 2, 3, 6 5.23, 20, 71 72 5.35, 5.36, 5.37",
+    "autocast": "4, 10, 11 5.16, 12, 13, 14, 18 19, 5.32",
+    "islands": "15, 16 5.34, 17, 30 68",
+    "custom-functions": "53, 54, 55, 56",
+    "loss-scale": "21 5.27 5.47, 25 5.49, 24, 28 5.20, 29 5.19, 37 38, 26, 27, 34, 5.21, 5.22",
+    "step": "22 73, 23, 31 32, 33 5.15, 5.17, 5.18, 5.24, 5.25, 5.2 5.12, 5.11 5.13, 5.8 5.29",
+    "clipping": "35 5.3, 36, 39",
+    "accumulation": "40 5.1, 41, 42 5.10, 5.4, 5.9, 5.14",
+    "several-losses": "43 5.5, 44 46, 45, 47, 48, 49, 50, 51 5.33, 52",
+    "processes": "57 5.30, 58, 59, 60 5.41 5.42, 61, 5.6, 5.7, 5.26, 5.28, 5.31",
+    "resume": "62, 63 64 5.40, 5.39, 5.43, 5.44, 5.45, 5.46, 5.48",
+    "measuring": "8, 9, 65",
+    "debugging": "7, 66, 67, 69, 70, 5.38",
+    "levels-of-apex": "74, 75",
+    "pitfalls-of-single-recipes": "diffusion, experts, finetuning, policy_gradient, speech",
+}
+"""The techniques (1 to 75) and pitfalls (5.1 to 5.49) of mixed precision that each item of a heading shows, in order."""
+
+
+def items() -> dict[str, list[tuple[str, str]]]:
+    """The statement of each item and what shows it, by the anchor of the heading above."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for title, text in re.findall(r"^#+ ([^\n]*)\n(.*?)(?=^#|\Z)", PAGE, re.MULTILINE | re.DOTALL):
+        if rows := re.findall(r"^- (.*)\n  (.*)$", text, re.MULTILINE):
+            found[re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")] = rows
+    return found
+
+
+ROWS = [
+    (numbers, *row)
+    for anchor, rows in items().items()
+    for numbers, row in zip(NUMBERS[anchor].split(", "), rows, strict=True)
+]
 
 
 def names_in(path: Path) -> set[str]:
@@ -42,8 +75,13 @@ def missing(shown: str) -> list[str]:
 
 
 def test_every_number_is_in_one_item() -> None:
-    labels = [label for row in ROWS for label in row[0].split(", ")]
-    assert sorted(label for label in labels if label not in RECIPES) == sorted(NUMBERS)
+    labels = [label for numbers, _, _ in ROWS for label in numbers.split()]
+    expected = [str(number) for number in range(1, 76)] + [f"5.{number}" for number in range(1, 50)]
+    assert sorted(label for label in labels if label not in RECIPES) == sorted(expected)
+
+
+def test_the_traps_of_the_conformance_checks_are_headings() -> None:
+    assert {check.trap for check in CHECKS.values()} <= items().keys()
 
 
 @pytest.mark.parametrize("numbers, statement, shown", ROWS, ids=[row[0] for row in ROWS])
