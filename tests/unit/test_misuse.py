@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from amp_core import Amp, Clip, Ema
 from amp_core.lowp.weights import master_params
-from amp_core.step.fused import torch_step
 from amp_core.step.scaler import LossScale
 
 
@@ -134,17 +133,6 @@ def test_a_gradient_that_lies_otherwise_in_memory_steps_as_it_reads(mode, kind, 
     assert torch.allclose(
         weight.detach().double(), expected_step(mode, STRANGE[kind](), before, eps=1e-2), rtol=0, atol=16 * 2**-24
     )
-
-
-def test_by_itself_torch_steps_wrongly_on_such_a_gradient():
-    weight = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6))
-    before = weight.detach().clone()
-    optimizer = torch.optim.AdamW([weight], lr=0.1, eps=1e-2, fused=True)
-    weight.grad = STRANGE["transposed"]()
-    with torch.no_grad():
-        torch_step(optimizer, torch.zeros(()), None)
-    expected = expected_step("fp32", STRANGE["transposed"](), before, eps=1e-2)
-    assert (weight.detach() - expected).abs().max() > 0.1
 
 
 def test_gradients_of_weights_in_channels_last_stay_where_they_are():

@@ -56,25 +56,6 @@ def test_only_activations_are_16_bit(mode: str) -> None:
         assert net(torch.randn(8, 4)).dtype == y.dtype
 
 
-def test_fp32_is_bitwise_plain_pytorch() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
-    plain, amp = copy.deepcopy(net), amp_of("fp32")
-    opt_net, opt_plain = AdamW(net.parameters(), fused=True), AdamW(plain.parameters(), fused=True)
-    for _ in range(5):
-        x = torch.randn(8, 8)
-        with amp.autocast():
-            loss = net(x).square().mean()
-        amp.backward(loss)
-        amp.step(opt_net)
-        amp.update()
-        opt_net.zero_grad()
-        plain(x).square().mean().backward()
-        opt_plain.step()
-        opt_plain.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
-    assert amp.scale == 1.0 and amp.state_dict() == {}
-
-
 class Probe(torch.autograd.Function):
     """Notes whether autocast is on in the backward pass."""
 
@@ -471,20 +452,6 @@ def test_an_amp_of_16_bit_weights_is_not_copied(copied: Callable[[Any], Any]) ->
         copied(amp)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_one_bad_micro_batch_skips_its_whole_window(fused: bool) -> None:
-    net, amp = nn.Linear(2, 1), amp_of(init_scale=1024.0)
-    before = copy.deepcopy(net.state_dict())
-    optimizer = SGD(net.parameters(), lr=1.0, momentum=0.9, fused=fused)
-    for value in (1.0, INF, 1.0, 1.0):
-        with amp.autocast():
-            loss = net(torch.full((1, 2), value)).sum() / 4
-        amp.backward(loss)
-    assert not amp.step(optimizer).taken
-    amp.update()
-    assert amp.scale == 512.0 and all(torch.equal(net.state_dict()[key], before[key]) for key in before)
-
-
 def test_written_after_unscaling_is_checked_again() -> None:
     """GradScaler looks once: what becomes NaN after `unscale_` goes into the weights."""
     for stock in (True, False):
@@ -530,21 +497,6 @@ def test_misuse_is_refused_in_every_mode(mode: str, misuse: str) -> None:
         MISUSES[misuse](*ready(mode))
 
 
-@pytest.mark.parametrize("mistake, expected", [("unscale", -512.5), ("rescale", -1.5), (None, -1.0)])
-def test_grad_scaler_allows_to_unscale_or_rescale_within_a_window(mistake: str | None, expected: float) -> None:
-    """Why backward after unscale_, and update without a step, are refused above. Two gradients of 0.5 want -1."""
-    weight = torch.zeros(1, requires_grad=True)
-    scaler, optimizer = GradScaler("cpu", 1024.0), SGD([weight], lr=1.0)
-    scaler.scale(weight.sum() / 2).backward()
-    if mistake == "unscale":
-        scaler.unscale_(optimizer)
-    if mistake == "rescale":
-        scaler.update(512.0)
-    scaler.scale(weight.sum() / 2).backward()
-    scaler.step(optimizer)
-    assert weight.item() == expected
-
-
 @pytest.mark.parametrize("mode", ["fp32", "fp16"])
 def test_grad_is_unscaled_and_none_for_an_unused_input(mode: str) -> None:
     used, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
@@ -561,16 +513,6 @@ def test_prepare_names_trained_16_bit_weights_and_draws_no_random_number() -> No
     with contextlib.suppress(*wrong):  # the convolution, which is tried on noise
         Amp.named("bf16").prepare(net[:1])
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("fused", [True, False])
-def test_16_bit_weights_under_a_scale_are_refused(fused: bool, dtype: torch.dtype) -> None:
-    weight, amp = torch.zeros(2, dtype=dtype, requires_grad=True), amp_of(init_scale=8.0)
-    amp.backward(weight.float().sum())
-    with pytest.raises(TypeError, match="16"):
-        amp.step(SGD([weight], lr=1.0, fused=fused))
-    assert weight.eq(0).all()
 
 
 @pytest.mark.parametrize("fused", [True, False])

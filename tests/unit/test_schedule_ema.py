@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp, Ema, Schedule, StepReport
@@ -114,18 +113,6 @@ def test_a_loaded_schedule_tells_the_rate_of_the_last_step(fused: bool) -> None:
         other.load_counters(schedule.counters())
         assert float(other.last_rate()) == float(schedule.last_rate())
         assert float(other.rate) == float(schedule.rate)
-
-
-def test_three_overflows_in_five_batches_leave_the_rate_at_0_003_not_0_006() -> None:
-    weight = nn.Linear(1, 1)
-    optimizer, usual = SGD(weight.parameters(), lr=0.001), SGD(weight.parameters(), lr=0.001)
-    make: Make = lambda o, n: S.LambdaLR(o, lambda k: 1.0 + k)  # noqa: E731
-    schedule, scheduler, amp = Schedule(optimizer, make, 10), make(usual, 10), Amp.named("fp16")
-    usual.step()
-    for bad in (True, False, True, True, False):
-        schedule.advance(one_step(amp, weight, optimizer, bad))
-        scheduler.step()
-    assert rates(optimizer) == pytest.approx([0.003]) and rates(usual) == pytest.approx([0.006])
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -276,17 +263,6 @@ def test_the_average_is_that_of_the_taken_steps(decay: float, warmup: bool) -> N
             torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)  # fp32 against fp64
         else:
             assert torch.equal(value, values[-1][key])  # a count is not averaged
-
-
-def test_a_skipped_step_moves_the_usual_average_from_1_to_0_9() -> None:
-    weight = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(weight.weight)
-    ours, usual = Ema(weight, 0.9, warmup=False), AveragedModel(weight, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    usual.update_parameters(weight)
-    nn.init.zeros_(weight.weight)  # as another optimizer, or an inner step, leaves it
-    ours.update(report(False))
-    usual.update_parameters(weight)
-    assert ours.model.weight.item() == 1.0 and usual.module.weight.item() == pytest.approx(0.9)
 
 
 class Statistics(nn.Module):

@@ -18,7 +18,6 @@ from tiers import rows
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations as P
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip, Ema, StepReport, keep_fp32
 from amp_core.config.errors import ConfigError
@@ -269,22 +268,6 @@ def test_a_thousand_small_steps(mode: str, expected: float) -> None:
     assert value == pytest.approx(expected, abs=tolerance)
 
 
-def test_the_wrong_way_adam_with_fp16_moments_divides_by_zero() -> None:
-    weight = nn.Parameter(torch.ones(2, dtype=FP16))
-    weight.grad = torch.tensor([1e-4, 0.0], dtype=FP16)
-    Adam([weight], lr=1e-3, foreach=False).step()
-    assert weight[0] == -INF and weight[1].isnan()  # the square of 1e-4 and eps=1e-8 are 0 in fp16
-
-    net = Scalar(1.0)
-    weights = LowPrecisionWeights(net, FP16, "nearest")
-    (param,) = master_params(net)
-    param.grad = torch.tensor([1e-4, 0.0]).repeat(128)
-    weights.begin_step([param])
-    Adam([param], lr=1e-3, foreach=False).step()
-    weights.end_step([param], torch.tensor(True))
-    assert net.weight[0].item() == pytest.approx(0.999, abs=5e-4) and net.weight[1] == 1.0
-
-
 # --- rounding
 
 
@@ -363,17 +346,6 @@ def test_a_skipped_step_leaves_every_bit(mode: str, optimizer: str) -> None:
     assert same(twin.everything(), before)
 
 
-@pytest.mark.parametrize("mode", ["o2", "bf16_stochastic", "bf16_kahan"])
-def test_a_run_that_skipped_is_the_run_that_never_saw_the_batch(mode: str) -> None:
-    run, twin = (Run(mode, net=nn.Sequential(nn.Flatten(), nn.Linear(36, 3))) for _ in range(2))
-    twin.net.load_state_dict(run.net.state_dict())
-    twin.ema.reset(), run.ema.reset()
-    run.amp.scaler.policy = twin.amp.scaler.policy = None  # a scale that falls is the one trace that is meant
-    run.train(range(6), bad=3)
-    twin.train(itertools.chain(range(3), range(4, 6)))
-    assert same(run.everything(), twin.everything())
-
-
 def save(run: Run, folder: Path) -> dict[str, Any]:
     Checkpoint(folder, model=run.net, optimizer=run.optimizer, ema=run.ema, scaler=run.amp).save(1)
     return {"num_taken": 0 if run.weights is None else int(run.weights.num_taken)}
@@ -448,18 +420,6 @@ def test_gradients_are_summed_in_fp32() -> None:
     assert (naive.grad == 0.5).all()
 
 
-@pytest.mark.parametrize("mode", SIXTEEN)
-def test_micro_batches_sum_to_the_big_batch(mode: str) -> None:
-    big, small = (Run(mode, net=nn.Sequential(nn.Linear(36, 16), nn.Tanh(), nn.Linear(16, 3))) for _ in range(2))
-    small.net.load_state_dict(big.net.state_dict())
-    x, labels = torch.randn(32, 36), torch.arange(32) % 3
-    big.amp.backward(F.cross_entropy(big.net(x), labels))
-    for part in torch.arange(32).split(5):
-        small.amp.backward(F.cross_entropy(small.net(x[part]), labels[part]) * (len(part) / 32))
-    for a, b in zip(master_params(big.net), master_params(small.net), strict=True):
-        assert (a.grad - b.grad).norm() < (0.01 if MODES[mode][0] is BF16 else 2e-3) * a.grad.norm()
-
-
 def test_a_loss_scale_of_65536_keeps_gradients_that_fp16_would_lose() -> None:
     run = Run("o2", net=nn.Sequential(nn.Linear(36, 16), nn.Linear(16, 3)))
     x = torch.randn(4, 36)
@@ -479,15 +439,6 @@ def test_adaptive_clipping_sees_the_weights(mode: str) -> None:
     units = before.weight.norm(dim=1)
     moved = (run.net.state_dict()["4.weight"] - before.weight).norm(dim=1)
     assert moved.tolist() == pytest.approx((0.1 * 0.05 * units).tolist(), rel=0.3)  # lr times factor times norm
-
-
-@pytest.mark.parametrize("mode", SIXTEEN)
-def test_a_step_never_waits_for_the_device(mode: str) -> None:
-    run = Run(mode)
-    run.train(range(2))
-    with Waits() as waits:
-        run.step(run.loss(2), clip=Clip.norm(1.0))
-    assert waits.num == 0
 
 
 # --- memory

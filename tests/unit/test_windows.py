@@ -55,23 +55,6 @@ def test_accumulated_gradients_are_those_of_the_big_batch(num_batches: int, accu
             torch.testing.assert_close(a, p.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_the_tail_is_not_divided_by_the_full_number() -> None:
-    """Inputs 1 to 6 in windows of 4: [2.5, 5.5]. A fixed division gives [2.5, 2.75]."""
-    weight = torch.zeros((), requires_grad=True)
-
-    def grads(divide: Callable[[Any], Any]) -> list[float]:
-        result = []
-        for window in windows([torch.tensor([float(x)]) for x in range(1, 7)], 4):
-            weight.grad = None
-            for micro in window:
-                ((weight * micro.batch).mean() * divide(micro)).backward()
-            result.append(weight.grad.item())
-        return result
-
-    assert grads(lambda micro: micro.weight) == [2.5, 5.5]
-    assert grads(lambda micro: 1 / 4) == [2.5, 2.75]
-
-
 def test_endless_loaders_are_read_no_further_than_needed() -> None:
     read: list[int] = []
     endless = (read.append(i) or torch.ones(2) for i in itertools.count())
@@ -195,7 +178,7 @@ def a_net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
-def train_on_a_rank(rank: int, plain: bool, num_batches: tuple[int, ...], sync: bool = True) -> tuple[Any, int, int]:
+def train_on_a_rank(rank: int, plain: bool, num_batches: tuple[int, ...]) -> tuple[Any, int, int]:
     """Weights, windows and reductions of gradients of a rank with fewer or more batches than the others."""
     num_reductions = 0
 
@@ -212,7 +195,7 @@ def train_on_a_rank(rank: int, plain: bool, num_batches: tuple[int, ...], sync: 
     for window in windows(ragged(rank, num_batches), 2, world_size=world_size):
         num_windows += 1
         for micro in window:
-            with sync_grads(net, when=micro.is_last or not sync):
+            with sync_grads(net, when=micro.is_last):
                 loss = net(micro.batch).square().mean()
                 amp.backward(loss * micro.weight)
         assert amp.step(optimizer).taken
@@ -241,12 +224,6 @@ def test_uneven_ranks_end_together_and_equal_one_process(
         for a, b in zip(params, net.parameters(), strict=True):
             torch.testing.assert_close(a, b.detach(), rtol=1e-12, atol=1e-14)
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
-
-
-@pytest.mark.slow
-def test_without_sync_grads_every_micro_batch_is_reduced(on_ranks: Callable[..., Any]) -> None:
-    """4 micro-batches in windows of 2: 2 reductions, or 4 the usual way."""
-    assert [on_ranks(train_on_a_rank, True, (4, 4), sync)[0][2] for sync in (True, False)] == [2, 4]
 
 
 def after_a_forward_that_was_dropped(rank: int, mode: str, static_graph: bool) -> list[float]:
