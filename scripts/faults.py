@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -148,16 +149,18 @@ def violations(columns: dict[str, int]) -> str:
 
 
 def write_table(page: Path, rows: list[dict], how: str) -> None:
-    """Put the counts between the two marks of the page."""
+    """Put the counts between the two marks of the page, beside the promises that stand there."""
     head, rest = page.read_text().split(BEGIN)
-    tail = rest.split(END)[1]
-    table = ["| part | tries | violations | seconds |", "| --- | --- | --- | --- |"]
+    old, tail = rest.split(END)
+    promises = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", old, re.MULTILINE))
+    table = ["| part | promise | tries | violations | seconds |", "| --- | --- | --- | --- | --- |"]
     total: dict[str, int] = dict.fromkeys(COLUMNS, 0)
     for row in rows:
         total = {name: total[name] + row["columns"].get(name, 0) for name in COLUMNS}
-        table.append(f"| {row['part']} | {row['tries']:,} | {violations(row['columns'])} | {row['seconds']:.0f} |")
+        part, counts = row["part"], f"{row['tries']:,} | {violations(row['columns'])} | {row['seconds']:.0f}"
+        table.append(f"| `{part}` | {promises.get(part, '')} | {counts} |")
     seconds = sum(row["seconds"] for row in rows)
-    table.append(f"| all | {sum(row['tries'] for row in rows):,} | {violations(total)} | {seconds:.0f} |")
+    table.append(f"| all | | {sum(row['tries'] for row in rows):,} | {violations(total)} | {seconds:.0f} |")
     page.write_text(f"{head}{BEGIN}\n{how[0].upper()}{how[1:]}.\n\n" + "\n".join(table) + f"\n{END}{tail}")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "RELIABILITY.md"
 BEGIN, END = "<!-- begin of the instruction sets -->", "<!-- end of the instruction sets -->"
-COLUMNS = ["CPU", "oneDNN at most", "torch and MKL at most", "passed", "failed", "skipped", "torch", "date"]
+COLUMNS = ["CPU", "torch", "date", "oneDNN at most / torch and MKL at most, passed / failed / skipped"]
 
 LEVELS = {
     "SSE41": {"sse4_1"},
@@ -114,20 +115,20 @@ def check(level: str, width: str, tests: list[str]) -> Result:
 
 
 def write(name: str, results: list[Result]) -> None:
-    """Replace the rows of these sets of this CPU; others stay."""
+    """Renew these sets in the row of this CPU; sets and rows of others stay."""
     head, rest = PAGE.read_text().split(BEGIN)
     table, tail = rest.split(END)
-    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith(("| CPU ", "| --- "))]
-    for each in results:
-        mine = f"| {name} | {each.level} | {each.width} |"
-        rows = [row for row in rows if not row.startswith(mine)]
-        counts = f"{each.passed:,} | {each.failed} | {each.skipped}"
-        rows.append(f"{mine} {counts} | {version('torch')} | {date.today()} |")
-    PAGE.write_text(
-        f"{head}{BEGIN}\n"
-        + "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|", *rows])
-        + f"\n{END}{tail}"
-    )
+    rows = {row[0]: row for row in re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", table, re.MULTILINE)[2:]}
+    old = rows[name][3].split(", ") if name in rows else []
+    new = [f"{each.level}/{each.width} {each.passed}/{each.failed}/{each.skipped}" for each in results]
+    counts = dict(text.split() for text in [*old, *new])
+    rows[name] = (name, version("torch"), str(date.today()), ", ".join(" ".join(item) for item in counts.items()))
+    lines = [
+        f"| {' | '.join(COLUMNS)} |",
+        "| --- " * len(COLUMNS) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows.values()),
+    ]
+    PAGE.write_text(f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{tail}")
 
 
 def main() -> int:
@@ -136,7 +137,7 @@ def main() -> int:
     parser.add_argument("--sets", nargs="+", help="only these, as LEVEL/WIDTH")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="files, or anything else that pytest takes")
     parser.add_argument("--jobs", type=int, default=1, help="sets at the same time, of one core each")
-    parser.add_argument("--write", action="store_true", help="renew the rows of this CPU in docs/RELIABILITY.md")
+    parser.add_argument("--write", action="store_true", help="renew the row of this CPU in docs/RELIABILITY.md")
     flags = parser.parse_args()
     name, has = cpu()
     possible = sets_of(has, whole=True)
