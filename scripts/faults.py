@@ -78,12 +78,16 @@ def main() -> int:
     if flags.read:
         found = [json.loads(path.read_text()) for path in flags.read]
         known = {row["part"]: row for one in found for row in one["parts"]}
-        rows = [known[name] for name in PARTS if name in known]
+        if flags.write is None or known.keys() < PARTS.keys():
+            parser.error(f"--read needs --write, and results of all parts; missing: {PARTS.keys() - known.keys()}")
+        rows = [known[name] for name in PARTS]
         write_table(flags.write, rows, found[0]["setting"])
         return int(any(row["violations"] for row in rows))
     unknown = set(flags.only.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"--only: no part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
+    if flags.write and set(flags.only.split(",")) != set(PARTS):
+        parser.error("--write needs all parts; run each with --only and --json, then --read the files")
     if {"errors", "clock"} & set(flags.only.split(",")):
         load_before_libc(Path(tempfile.mkdtemp(prefix="shim-")))
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where a library has threads

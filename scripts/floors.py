@@ -15,7 +15,6 @@ import ast
 import functools
 import graphlib
 import inspect
-import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -47,7 +46,7 @@ MOST_LINES_OF_PATH = 580
 
 ABOUT = {
     "config": "the configuration: types, rules; no torch",
-    "base": "tensors, private names of torch",
+    "base": "tensors, private names of torch, torchvision",
     "lowp": "16-bit and 8-bit storage and arithmetic",
     "step": "what an optimizer step is",
     "memory": "the same bits in less memory or time",
@@ -257,24 +256,16 @@ def path_of_a_step() -> dict[str, list[tuple[str, int]]]:
 
 
 def listing() -> str:
-    """Every module with what its docstring begins with, by floor."""
-    text = []
+    """A row for each floor, with its modules."""
+    text = ["| floor | about | modules |", "| --- | --- | --- |"]
     for floor in ABOUT:
-        text += [f"### {floor if floor != 'base' else 'beside the floors'}: {ABOUT[floor]}", ""]
-        for module, path in modules().items():
-            if floor_of(module) == floor and path.name != "__init__.py":
-                name = module.split(".", 1)[1].removeprefix(f"{floor}.")
-                about = beginning(ast.get_docstring(ast.parse(path.read_text())) or "")
-                text.append(f"- [{name}](../{path.relative_to(ROOT)}): {about}")
-        text.append("")
-    return "\n".join(text)
-
-
-def beginning(text: str) -> str:
-    """The first words of a docstring, up to a punctuation mark; of "Islands: modules in fp32" both parts."""
-    sentence = re.split(r"\.(?= [A-Z`]|$)", " ".join(text.split("\n\n")[0].split()))[0]
-    first, colon, rest = re.split(r"[;,] | \((?=[A-Z])", sentence)[0].partition(": ")
-    return first if " " in first else first + colon + rest
+        links = [
+            f"[{module.split('.', 1)[1].removeprefix(f'{floor}.')}](../{path.relative_to(ROOT)})"
+            for module, path in modules().items()
+            if floor_of(module) == floor and path.name != "__init__.py"
+        ]
+        text.append(f"| {floor} | {ABOUT[floor]} | {', '.join(links)} |")
+    return "\n".join(text) + "\n"
 
 
 def written(page: str) -> str:
