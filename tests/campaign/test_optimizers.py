@@ -13,6 +13,7 @@ import importlib
 import inspect
 import itertools
 import logging
+import re
 import tempfile
 import warnings
 from collections import Counter
@@ -312,10 +313,9 @@ def page(results: dict[str, list[tuple[str, ...]]]) -> Iterator[str]:
     yield "Which optimizers of torch and of other packages work here: `Amp` and `Checkpoint` give the bits of plain PyTorch with `if finite: optimizer.step()`, or refuse."
     yield "`python tests/campaign/test_optimizers.py` writes this page."
     yield ""
-    yield f"A case is a good, a bad and a good step, a checkpoint, a fresh optimizer that loads it, and two good steps, in the modes {', '.join(MODES)}."
-    yield "Optimizers of torch also fused, compiled, with a step of a subclass, with a hook, and in Lookahead, ZeroRedundancyOptimizer and PostLocalSGDOptimizer; others also in"
-    yield "Lookahead, in fp16. Not tried: what needs a closure, a second derivative or arguments of its own, and what fails by hand."
-    yield "[CHECKPOINTS.md](CHECKPOINTS.md) says what of an optimizer's groups is state, and what the settings of a run."
+    yield f"A case is a good, a bad and a good step, a checkpoint, a fresh optimizer that loads it, and two good steps, in {', '.join(MODES)};"
+    yield "for torch's also fused, compiled, with a subclass's step, a hook, and in Lookahead, ZeroRedundancyOptimizer and PostLocalSGDOptimizer; for others also in Lookahead, in fp16."
+    yield "Not tried: what needs a closure, a second derivative or arguments of its own, or fails by hand. [CHECKPOINTS.md](CHECKPOINTS.md) says what of a group is saved."
     yield ""
     yield "| package | optimizers | cases | right | refused | not tried |\n| --- | --- | --- | --- | --- | --- |"
     reasons: dict[tuple[str, str], set[str]] = {}
@@ -331,11 +331,11 @@ def page(results: dict[str, list[tuple[str, ...]]]) -> Iterator[str]:
             *(counts[kind] for kind in ("right", "refused", "not tried")),
         ]
         yield f"| {package} {version_of(package)} | {' | '.join(map(str, cells))} |"
-        for wrapper, name, _, kind, sentence in found:
+        for _, name, _, kind, sentence in found:
             if kind == "refused":
                 text = " ".join(sentence.removeprefix("by hand ").replace(name, "it").split()).replace("|", "/")
-                where = f" in {wrapper}" if wrapper != "plain" else ""
-                reasons.setdefault((package, text[:200]), set()).add(f"{name}{where}")
+                text = re.sub(r"^\w+: (optimizer\.)?|(: expected|; a checkpoint takes|, but fp32 weights).*", "", text)
+                reasons.setdefault((package, text[:200]), set()).add(name)
     yield "\n## Refused\n\n| package | optimizers | because |\n| --- | --- | --- |"
     for (package, text), names in sorted(reasons.items()):
         some = sorted(names)
