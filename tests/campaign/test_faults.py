@@ -40,15 +40,15 @@ def test_no_promise_is_broken(group, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [6, 7])
-def test_a_signal_ends_ranks_whose_data_workers_are_stopped(case, tmp_path):
-    """In training one signal, which waits 20 s for the data; in an evaluation a second one, Ctrl-C, which does not."""
+@pytest.mark.parametrize("case, who", [(1, "rank"), (6, "data worker of a rank"), (7, "data worker of a rank")])
+def test_a_signal_ends_ranks_of_which_one_or_its_data_worker_is_stopped(case, who, tmp_path):
+    """One signal waits 20 s for the data; a second one, Ctrl-C (cases 1 and 7), does not."""
     report = tmp_path / "report.json"
     command = [sys.executable, ROOT / "scripts" / "faults.py", "--only", "stuck", "--case", str(case), "--json", report]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (part,) = json.loads(report.read_text())["parts"]
-    assert part["counts"]["signals to launchers with a stopped data worker of a rank"] == 1
+    assert part["counts"][f"signals to launchers with a stopped {who}"] == 1
 
 
 def test_every_part_is_in_a_group_and_on_the_page():

@@ -266,13 +266,6 @@ def test_a_killed_run_continues_bit_exactly(mode, workers, capsys):
     kill_and_compare(settings, fork, here)
 
 
-@pytest.mark.slow
-def test_a_killed_run_on_two_processes_continues_bit_exactly():
-    settings = ["steps=150", "save_every=7", "log_every=5", "amp=bf16", *EVERYTHING]
-    settings += ["layout=ddp", "layout.nproc_per_node=2", "debug.inject={where: gradient, step: 5, rank: 1}"]
-    kill_and_compare(settings, start, lambda *overrides: finish(start(*overrides)))
-
-
 def kill_and_compare(settings, begin, complete):
     """Kill a process that trains; what is compared is trained by `complete`, which returns what it printed."""
     broken = begin("run_dir=broken", *settings)
@@ -444,28 +437,6 @@ def run_with_a_stopped_worker(steps, arguments):
     return train.main(arguments)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("second", [None, signal.SIGINT])
-def test_a_signal_ends_a_run_in_which_a_rank_stands_still(second):
-    process = start("steps=1000000", "log_every=1", "run_dir=a", "save_every=5", *TWO)
-    wait_until(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 6, process)
-    everyone = descendants(process.pid)
-    ranks = [pid for pid in everyone if b"recipes" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGSTOP)
-    begun = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    if second:
-        time.sleep(1)
-        process.send_signal(second)
-    out = finish(process, code=130 if second else 143, timeout=60)
-    assert time.monotonic() - begun < (5 if second else 30)
-    assert ("interrupted twice" if second else f"process {ranks[1]} is stopped") in out
-    assert summary("a")["status"] == "preempted"
-    assert not [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
-
-
 def test_a_signal_to_one_rank_stops_all_at_the_same_step():
     settings = [*SMALL, "steps=1000000", "run_dir=a", "save_every=1000000", "layout=ddp"]
     port = free_port()
@@ -498,20 +469,6 @@ def test_ranks_evaluate_the_model_that_is_saved(capsys):
     printed = capsys.readouterr().out
     for name, value in expected.items():
         assert f"{name} {value:.4f}" in printed
-
-
-@pytest.mark.slow
-def test_workers_do_not_outlive_a_killed_launcher():
-    settings = ["run_dir=a", "layout=ddp", "layout.nproc_per_node=2"]
-    process = start(*settings, "steps=1000000")
-    wait_until(lambda: Path("a/metrics.jsonl").exists() and len(lines("a")) > 1, process)
-    workers = descendants(process.pid)[1:]
-    process.kill()
-    process.communicate()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
-    reached = state("a")["progress"]["step"]
-    finish(start(*settings, f"steps={reached + 2}"))
-    assert summary("a")["step"] == reached + 2
 
 
 def test_a_failing_rank_is_started_again_as_often_as_allowed_and_then_named_once():
@@ -590,20 +547,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(capsys):
         (checkpoint / "state.pt").write_bytes(b"rubbish")
     run("run_dir=a", "steps=10", code=3)
     assert len(checkpoints(folder)) >= 2
-
-
-@pytest.mark.parametrize("text", rows(["null", "[]", "{}", '{"status": "finished", "eval": 3}', "[" * 100_000], "[]"))
-def test_damaged_reports_of_a_run_do_not_keep_it_from_going_on(text):
-    folder = run("run_dir=a", "steps=4")
-    expected = summary(folder)["eval"]
-    (folder / "summary.json").write_text(text)
-    run("run_dir=a", "steps=4", "log_every=5")
-    # One that still says "finished" is trusted.
-    assert text.startswith('{"status"') or summary(folder)["eval"] == expected
-    for name in ("summary.json", "metrics.jsonl"):
-        (folder / name).write_text(text)
-    run("run_dir=a", "steps=6")
-    assert summary(folder)["status"] == "finished" and [line["step"] for line in lines(folder)] == [6, 6]
 
 
 def test_a_foreign_checkpoint_is_refused_and_nothing_is_lost(capsys):
