@@ -1,7 +1,6 @@
 """The floors of the core: how long each is, who imports from below, and what one reads to follow one step.
 
     python scripts/floors.py                                     # the tables
-    python scripts/floors.py --write                             # the list of docs/ARCHITECTURE.md
 
 A floor imports only from those above it; models, data and heads only from config, tensors and lowp; doctor and cli not
 from each other; nothing in amp_core imports amp_tools. No two modules import each other, by whatever way.
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "ARCHITECTURE.md"
 
 BUDGETS = {
     "library": (10_250, "base lowp step memory layouts checkpoints heads"),
@@ -255,32 +253,8 @@ def path_of_a_step() -> dict[str, list[tuple[str, int]]]:
     return {path: list(functions.items()) for path, functions in found.items()}
 
 
-def listing() -> str:
-    """A row for each floor, with its modules."""
-    text = ["| floor | about | modules |", "| --- | --- | --- |"]
-    for floor in ABOUT:
-        links = [
-            f"[{module.split('.', 1)[1].removeprefix(f'{floor}.')}](../{path.relative_to(ROOT)})"
-            for module, path in modules().items()
-            if floor_of(module) == floor and path.name != "__init__.py"
-        ]
-        text.append(f"| {floor} | {ABOUT[floor]} | {', '.join(links)} |")
-    return "\n".join(text) + "\n"
-
-
-def written(page: str) -> str:
-    """The page with the present list between its marks."""
-    begin, end = "<!-- begin of the modules -->\n", "<!-- end of the modules -->"
-    return page[: page.index(begin) + len(begin)] + listing() + page[page.index(end) :]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the list of docs/ARCHITECTURE.md")
-    flags = parser.parse_args()
-    if flags.write:
-        PAGE.write_text(written(PAGE.read_text()))
-        return 0
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = sizes()
     for name, lines in spent().items():
         limit, parts = BUDGETS[name]

@@ -8,8 +8,8 @@
 An experiment is a file in conf/experiment with a place for its result. It is run as a sweep into a folder of its own
 below multirun/results, so that finished runs stay and an interrupted one resumes; remove the folder to measure anew.
 An experiment that compares modes (parity_*, losing_*) gets more seeds in its file while the verdict of
-scripts/report.py is "not settled", up to 40. The record is docs/results.json. From it come the numbers of README.md,
-the tables of docs/SWEEPS.md and the result in the header of each experiment; a test compares them.
+scripts/report.py is "not settled", up to 40. The record is docs/results.json. From it come the agreement of
+modes in README.md, the tables of docs/SWEEPS.md and the result in the header of each experiment; a test compares them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from amp_core.cli import compose
 from amp_core.cli.run_folders import stored_config, summary_of, sweep_subdir
@@ -43,8 +41,6 @@ PLACE = re.compile(f"(?<={re.escape(OPENING)}).*?(?=# </results>\n)", re.DOTALL)
 SEEDS = re.compile(r"(?<=\n      seed: ).*(?=\n)")
 """The seeds of an experiment, as its file holds them."""
 TABLE = re.compile(r"(?<=<!-- (parity|losing) -->\n).*?(?=<!-- /\1 -->)", re.DOTALL)
-CELL = re.compile(r"<!-- (\w+)\.(\w+) -->(.*?)<!-- / -->")
-"""A number within a page: <!-- experiment.mode -->0.9820 ± 0.0012<!-- / -->."""
 AGREEMENT = re.compile(r"(?<=<!-- agreement -->).*?(?=<!-- / -->)", re.DOTALL)
 MODES = ("fp32", "bf16", "fp16")
 STEP, MOST = 10, 40
@@ -209,8 +205,7 @@ def pages(record: dict[str, Any]) -> dict[Path, str]:
     shown: dict[Path, str] = {}
     for page in PAGES:
         text = TABLE.sub(lambda found: table(record, found.group(1)), page.read_text())
-        text = AGREEMENT.sub(lambda _: agreement(record), text)
-        shown[page] = CELL.sub(lambda found: cell(record, *found.groups()), text)
+        shown[page] = AGREEMENT.sub(lambda _: agreement(record), text)
     for name in experiments():
         path = conf_dir() / "experiment" / f"{name}.yaml"
         shown[path] = PLACE.sub(lambda _, name=name: header(record.get(name)), path.read_text())
@@ -225,28 +220,23 @@ def header(entry: dict[str, Any] | None) -> str:
     return f"# {entry['metric']}: {numbers}\n# {facts(entry)}\n"
 
 
-def cell(record: dict[str, Any], name: str, mode: str, before: str) -> str:
-    shown = spread(record[name], mode) if name in record else before
-    return f"<!-- {name}.{mode} -->{shown}<!-- / -->"
-
-
 def table(record: dict[str, Any], kind: str) -> str:
     """What experiments of a kind, parity or losing, say: a row per recipe or per group."""
-    names = ["recipe", "metric", "`fp32`", "`bf16`", "`fp16`", "margin", "seeds", "settings"]
+    names = ["recipe", "metric", "`fp32`", "`bf16`", "`fp16`", "margin", "seeds"]
     if kind == "losing":
-        names = ["what loses", "recipe", "metric", "instead of it", "difference", "margin", "seeds", "settings"]
+        names = ["what loses", "recipe", "metric", "instead of it", "difference", "margin", "seeds"]
     rows = [names, ["---"] * len(names)]
     for name in experiments():
         if not name.startswith(f"{kind}_"):
             continue
         if name not in record:
-            rows.append([f"`{name.removeprefix(f'{kind}_')}`", "not measured yet", *[""] * 5, settings(name)])
+            rows.append([f"`{name.removeprefix(f'{kind}_')}`", "not measured yet", *[""] * 5])
             continue
         entry = record[name]
         base, *others = groups(entry)
         found = verdicts(name, entry)
         recipe, reference = f"`{entry['recipe']}`", spread(entry, base)
-        about = [f"±{found[others[0]].margin:.2g}", str(found[others[0]].counts[0]), settings(name)]
+        about = [f"±{found[others[0]].margin:.2g}", str(found[others[0]].counts[0])]
         if kind == "parity":
             rows.append([recipe, entry["metric"], reference, *(verdict(found[mode]) for mode in MODES[1:]), *about])
         for group in others if kind == "losing" else []:
@@ -268,27 +258,6 @@ def agreement(record: dict[str, Any]) -> str:
         rest = "; ".join(f"{kind}: {', '.join(recipes)}" for kind, recipes in found.items())
         parts.append(f"`{mode}` in {alike} of {len(names)} recipes" + (f" ({rest})" if rest else ""))
     return " and ".join(parts)
-
-
-def settings(name: str) -> str:
-    """What an experiment sets, as on a command line."""
-    content = OmegaConf.to_container(OmegaConf.load(conf_dir() / "experiment" / f"{name}.yaml"))
-    assert isinstance(content, dict)
-
-    def flat(values: dict[Any, Any], prefix: str) -> list[str]:
-        found = []
-        for key, value in values.items():
-            found += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}={value}"]
-        return found
-
-    own = [
-        f"{key.removeprefix('override /')}={value}"
-        for choice in content.get("defaults", [])
-        for key, value in choice.items()
-        if key != "override /recipe"
-    ]
-    own += flat({key: value for key, value in content.items() if key not in ("defaults", "hydra")}, "")
-    return f"`{' '.join(own)}`" if own else "defaults"
 
 
 if __name__ == "__main__":

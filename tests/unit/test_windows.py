@@ -321,7 +321,7 @@ def typed_on_a_rank(rank: int, page: str, kind: str) -> tuple[list[Tensor], int]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "static", "fsdp"])
-@pytest.mark.parametrize("page", ["README.md", "docs/YOUR_OWN_MODEL.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/my_loop.py"])
 def test_the_loops_of_the_pages_equal_one_process_and_reduce_once(
     page: str, kind: str, on_ranks: Callable[..., Any]
 ) -> None:
