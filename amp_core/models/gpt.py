@@ -16,6 +16,8 @@ from amp_core.models.family import Family, check_choice, check_count, check_prob
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 POSITIONS = ("learned", "rope", "alibi")
+ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
+"""The approximation of GELU: GPT-2 has the one by a hyperbolic tangent."""
 
 
 def position_ids(length: int, *, offset: int = 0, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -59,15 +61,15 @@ def alibi_bias(ids: Tensor, heads: int) -> Tensor:
 class Block(nn.Module):
     """Attention and a multilayer perceptron, pre-normalised and residual."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool, gelu: str) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm_attention = nn.LayerNorm(width, bias=False)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.norm_mlp = nn.LayerNorm(width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.heads, self.dropout, self.gelu = heads, dropout, gelu
+        self.norm_attention = nn.LayerNorm(width, bias=bias)
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.norm_mlp = nn.LayerNorm(width, bias=bias)
+        self.up = nn.Linear(width, 4 * width, bias=bias)
+        self.down = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: Tensor, phases: tuple[Tensor, Tensor] | None, bias: Tensor | None) -> Tensor:
         """x [B, L, width], with phases for RoPE or a bias for ALiBi."""
@@ -78,7 +80,7 @@ class Block(nn.Module):
         mask = None if bias is None else bias.to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
         x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), dropout)
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))), dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)), approximate=self.gelu)), dropout)
 
 
 class GPT(nn.Module):
@@ -96,6 +98,10 @@ class GPT(nn.Module):
         positions: `rope`: rotates queries and keys; `alibi`: penalises distance; `learned`: a table.
         positions_dtype: dtype that holds the position ids: fp32, bf16, fp16.
         tied: the last layer has the weights of the embedding.
+        bias: linear layers but the last, and norms, have biases.
+        activation: `gelu`, or `gelu_tanh`, its approximation.
+
+    With positions=learned, tied, bias and gelu_tanh it is GPT-2, and model.weights takes a folder of its weights.
     """
 
     def __init__(
@@ -110,6 +116,8 @@ class GPT(nn.Module):
         positions: str = "rope",
         positions_dtype: str = "fp32",
         tied: bool = False,
+        bias: bool = False,
+        activation: str = "gelu",
     ) -> None:
         super().__init__()
         for key, value in (("width", width), ("depth", depth), ("heads", heads)):
@@ -117,14 +125,15 @@ class GPT(nn.Module):
         check_probability("dropout", dropout)
         check_choice("positions", positions, POSITIONS)
         check_choice("positions_dtype", positions_dtype, DTYPES)
+        check_choice("activation", activation, ACTIVATIONS)
         if width % (2 * heads):
             raise ValueError(f"width={width}, expected a multiple of 2 * heads = {2 * heads}")
         self.heads, self.head_dim, self.dropout = heads, width // heads, dropout
         self.positions, self.ids_dtype = positions, DTYPES[positions_dtype]
         self.embed = nn.Embedding(vocab_size, width)
         self.table = nn.Embedding(length, width) if positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
-        self.norm = nn.LayerNorm(width, bias=False)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, bias, ACTIVATIONS[activation]) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, bias=bias)
         self.head = nn.Linear(width, vocab_size, bias=False)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
@@ -132,6 +141,8 @@ class GPT(nn.Module):
                 # al. 2019).
                 num_added = 2 * depth if name.endswith((".out", ".down")) else 1
                 nn.init.normal_(module.weight, std=(num_added * module.in_features) ** -0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.25)
         if tied:

@@ -19,8 +19,9 @@ from amp_core.checkpoints.parts import first_few
 from amp_core.checkpoints.plain_state import scan
 from amp_core.checkpoints.reading import NoCheckpoint, read
 from amp_core.config.errors import ConfigError, suggest
-from amp_core.config.files import holds_checkpoint, open_file
+from amp_core.config.files import holds_checkpoint, open_file, read_json
 from amp_core.config.schema import Config
+from amp_core.models.gpt import GPT
 from amp_core.models.images import CLASSIFIERS
 from amp_core.vision import import_torchvision
 
@@ -175,6 +176,8 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
     try:
         if hasattr(net, "from_pretrained") and (place / "config.json").is_file():
             return _of_transformers(place, net)
+        if isinstance(net, GPT) and (place / "config.json").is_file():
+            return _of_gpt2(place, net)
         files = [place] if place.suffix == ".safetensors" else sorted(place.glob(IN_FOLDERS))
         if files:
             return {name: tensor for file in files for name, tensor in _load_safetensors(str(file)).items()}
@@ -226,6 +229,35 @@ def _of_transformers(folder: Path, net: Any) -> dict[str, Any]:
     options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
     loaded, notes = type(net).from_pretrained(str(folder), **options)
     return {name: value for name, value in loaded.state_dict().items() if name not in notes["missing_keys"]}
+
+
+_OF_GPT2 = {"wte": "embed", "wpe": "table", "h": "blocks", "ln_1": "norm_attention", "attn.c_attn": "qkv"}
+_OF_GPT2 |= {"attn.c_proj": "out", "ln_2": "norm_mlp", "mlp.c_fc": "up", "mlp.c_proj": "down", "ln_f": "norm"}
+
+
+def _of_gpt2(folder: Path, net: GPT) -> dict[str, Any]:
+    """GPT-2's weights under our names, of its positions as many as the network has. It computes x W, we x W^T."""
+    config = read_json(folder / "config.json")
+    needed = {"model_type": "gpt2", "n_head": net.heads, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+    needed |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+    there = {key: config.get(key, needed[key]) for key in needed} | {"model_type": config.get("model_type")}
+    if wrong := [f"{key}={there[key]}, expected {value}" for key, value in needed.items() if there[key] != value]:
+        raise ConfigError(f"model.weights={folder}: config.json has {', '.join(wrong)}")
+    if net.blocks[0].gelu != "tanh":  # type: ignore[union-attr]
+        raise ConfigError(f"model.weights={folder}: GPT-2 needs model.options.activation=gelu_tanh")
+    found = {}
+    for file in sorted(folder.glob(IN_FOLDERS)):
+        for name, tensor in _load_safetensors(str(file)).items():
+            name = re.sub(
+                r"\b(?:" + "|".join(map(re.escape, _OF_GPT2)) + r")\b", lambda match: _OF_GPT2[match[0]], name
+            )
+            name = name.removeprefix("transformer.").replace("lm_head", "head")
+            is_product = name.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+            found[name] = tensor.T if is_product else tensor
+    found = {name: tensor for name, tensor in found.items() if not name.endswith((".attn.bias", ".attn.masked_bias"))}
+    if net.table is not None and "table.weight" in found:
+        found["table.weight"] = found["table.weight"][: net.table.num_embeddings]
+    return found
 
 
 def why_unreadable(problem: Exception) -> str:

@@ -19,7 +19,7 @@ import train
 from amp_core.cli.compose import compose
 from amp_core.config.errors import ConfigError
 from amp_core.models import Family, build_model, check_model
-from amp_core.models.gpt import LANGUAGE_MODELS
+from amp_core.models.gpt import GPT, LANGUAGE_MODELS
 from amp_core.models.images import CLASSIFIERS
 from amp_core.run.pretrained import load_pretrained
 from amp_core.vision import import_torchvision
@@ -222,6 +222,37 @@ def test_weights_without_the_head_load_by_their_names_in_the_network() -> None:
     ours = build(folder("gpt2"), LANGUAGE_MODELS)
     load_pretrained(ours, "body.pt")  # the head is tied to the embedding
     assert torch.equal(ours.transformer(tokens()).last_hidden_state, body(tokens()).last_hidden_state)  # type: ignore[operator]
+
+
+@needs_hf
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ({}, ""),
+        ({"activation": "gelu"}, "GPT-2 needs model.options.activation=gelu_tanh"),
+        ({"heads": 4}, "n_head=2, expected 4"),
+        ({"bias": False}, "the network has no blocks.0.qkv.bias"),
+    ],
+    ids=str,
+)
+def test_our_gpt_with_the_weights_of_gpt2_gives_its_logits(options: dict[str, Any], code: str) -> None:
+    """In fp32 as near to float64 as transformers' own."""
+    torch.manual_seed(1)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).eval()
+    for param in theirs.parameters():
+        param.data += 0.1 * torch.randn_like(param)  # also biases and norms
+    theirs.save_pretrained("gpt2")
+    form = {"width": 32, "depth": 2, "heads": 2, "positions": "learned", "tied": True, "bias": True}
+    ours = GPT(vocab_size=50257, length=24, **(form | {"activation": "gelu_tanh"} | options)).eval()
+    if code:
+        with pytest.raises(ConfigError, match=code):
+            load_pretrained(ours, "gpt2")
+        return
+    load_pretrained(ours, "gpt2")
+    text = torch.randint(0, 50257, (2, 24))
+    expected = theirs.double()(text).logits
+    single = (theirs.float()(text).logits - expected).norm()
+    assert (ours(text) - expected).norm() <= 2 * single
 
 
 @needs_hf
