@@ -46,19 +46,6 @@ def per_sample(logits: Tensor, answers: Tensor) -> Tensor:
     return 16 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_from_16_bit_log_probabilities_a_divergence_is_rounding(dtype: Any) -> None:
-    answers = (3 * torch.randn(256, 100)).to(dtype)
-    logits = (answers.float() + 0.1 * torch.randn(256, 100)).to(dtype)
-    right = per_sample(logits.double(), answers.double())
-    with torch.autocast("cpu", dtype=dtype):
-        usual, ours = per_sample(logits, answers), divergence(logits, answers, 4.0)
-    assert usual.dtype is ours.dtype is FP32  # kl_div itself is; on a CPU log_softmax stays 16-bit under autocast
-    assert (usual - right).abs().mean() > right.mean()  # wrong by more than all of it,
-    assert (usual < 0).any()  # and below what a divergence can be
-    assert ours == pytest.approx(right.mean().item(), rel=1e-3)
-
-
 def test_the_square_of_the_temperature_keeps_the_size_of_the_gradient() -> None:
     answers, logits = torch.randn(64, 10), torch.randn(64, 10, requires_grad=True)
     norms = []
@@ -134,17 +121,6 @@ def test_a_variance_above_65504_survives_in_fp32_statistics_alone() -> None:
     x = 1000 * torch.randn(2, 1, 8, 8).half()
     assert not copy.deepcopy(net).eval().half()(x).any()  # divided by infinity
     assert frozen(net, FP16)(x).any() and frozen(net, FP16)(x).isfinite().all()
-
-
-def test_what_was_made_in_inference_mode_cannot_be_saved_for_a_backward_pass() -> None:
-    student, x = nn.Linear(3, 3), torch.randn(2, 3)
-    with torch.inference_mode():
-        answers = torch.randn(2, 3)
-    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        F.mse_loss(student(x), answers)
-    with torch.no_grad():
-        answers = torch.randn(2, 3)
-    F.mse_loss(student(x), answers).backward()
 
 
 def statistics_of(rank: int) -> float:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from running import lines, same_but, state, summary
 from shared import data_config
 from torch import Tensor, nn
-from waits import Waits
 
 import train
 from amp_core import Amp, windows
@@ -211,39 +210,6 @@ def test_only_distances_matter_with_exact_ids(positions: str) -> None:
     assert (net(tokens, offset=4096) - here).abs().max() > 0.1
 
 
-def copying(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random tokens; from the eighth on the target is the token 7 before. Only positions tell which one that is."""
-    tokens = torch.randint(16, (16, 64), generator=generator)
-    targets = torch.full_like(tokens, IGNORE)
-    targets[:, 7:] = tokens[:, :-7]
-    return tokens, targets
-
-
-@pytest.mark.slow
-def test_a_model_that_copies_perfectly_fails_where_16_bit_ids_collide() -> None:
-    generator = torch.Generator().manual_seed(0)
-    net = GPT(vocab_size=16, length=64, width=64, depth=2, heads=1)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3, fused=True)
-    for _ in range(100):
-        tokens, targets = copying(generator)
-        F.cross_entropy(net(tokens).flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    tokens, targets = copying(generator)
-
-    @torch.no_grad()
-    def perplexity(ids: str, offset: int, autocast: torch.dtype = FP32) -> float:
-        net.ids_dtype = DTYPES[ids]
-        with torch.autocast("cpu", dtype=BF16, enabled=autocast == BF16):
-            return math.exp(F.cross_entropy(net(tokens, offset=offset).flatten(0, 1), targets.flatten()).item())
-
-    for ids, good, bad in (("fp32", [0, 192, 256, 2048, 4096], []), ("bf16", [0, 192], [256, 4096])):
-        for mode in (FP32, BF16):
-            assert all(perplexity(ids, offset, mode) < 1.02 for offset in good)
-            assert all(perplexity(ids, offset, mode) > 16 for offset in bad)  # worse than to guess
-    assert perplexity("fp16", 1984) < 1.02 and perplexity("fp16", 2048) > 16
-
-
 def test_samples_of_256_tokens_do_not_show_that_ids_are_16_bit() -> None:
     tokens = torch.randint(256, (1, 256))
     grads = []
@@ -361,19 +327,6 @@ def test_a_sum_over_many_tokens_does_not_overflow_in_fp16() -> None:
     logits, targets = torch.zeros(1, 20_000, 256, dtype=FP16), torch.zeros(1, 20_000, dtype=torch.int64)
     assert token_loss(logits, targets).item() == pytest.approx(20_000 * math.log(256), rel=1e-5)
     assert F.cross_entropy(logits[0], targets[0], reduction="sum").isinf()  # 110,904 > 65,504
-
-
-def test_a_step_does_not_wait_for_the_device() -> None:
-    amp = Amp.named("fp16")
-    for positions in POSITIONS:
-        net = small(positions=positions)
-        batch = torch.randint(32, (2, 2, 16)).unbind()
-        with Waits() as waits:
-            (window,) = windows([batch], count=num_valid)
-            with amp.autocast():
-                loss = token_loss(net(batch[0]), batch[1]) / num_valid(batch).clamp(min=1)
-            amp.backward(loss * window[0].weight)
-        assert waits.num == 0
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------

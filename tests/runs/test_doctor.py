@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from running import checkpoints, lines, same_but, state, summary
+from running import lines, same_but, state, summary
 from shared import script
 from tiers import rows
 from torch import nn
@@ -17,8 +17,6 @@ from waits import Waits
 
 import recipes.classification
 import train
-from amp_core import Amp, Doctor, windows
-from amp_core.lowp.islands import island_names
 
 TINY = ["model=cnn_small", "data=synthetic", "data.num_samples=256", "batch_size=8", "log_every=5", "eval_every=1000"]
 
@@ -67,47 +65,6 @@ class Fragile(nn.Module):
 
 
 # --- a plain loop -----------------------------------------------------------------------------------------------------
-
-
-def plain(mode="fp16", factor=1.0):
-    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
-    with torch.no_grad():
-        net[0].weight.mul_(factor)
-    amp = Amp.named(mode, init_scale=1024.0) if mode == "fp16" else Amp.named(mode)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    batch = (torch.randn(6, 8), torch.randint(4, (6,)))
-    window = next(iter(windows([batch])))
-
-    def step():
-        for micro in window:
-            with amp.autocast():
-                loss = F.cross_entropy(net(micro.batch[0]), micro.batch[1])
-            amp.backward(loss * micro.weight)
-        amp.step(optimizer)
-        amp.update()
-        optimizer.zero_grad()
-
-    return net, amp, optimizer, step, window
-
-
-def test_a_plain_loop_is_diagnosed_and_left_as_it_was():
-    net, amp, optimizer, step, window = plain(factor=1.5e5)
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    random = torch.get_rng_state()
-    diagnosis = Doctor(amp, net).locate(step, window)
-    assert diagnosis is not None
-    assert (diagnosis.op, diagnosis.module, diagnosis.cause) == ("aten.addmm", "0", "overflow in a product")
-    assert diagnosis.source.startswith("tests/runs/test_doctor.py:")
-    assert diagnosis.fixes[0].override == "'amp.keep_fp32=[\"0\"]'" and diagnosis.fixes[0].verified
-    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
-    assert amp.scale == 1024.0 and int(amp.num_skipped) == 0 and not optimizer.state and not island_names(net)
-    assert torch.equal(random, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_a_sound_window_has_no_diagnosis(mode):
-    net, amp, _, step, window = plain(mode)
-    assert Doctor(amp, net).locate(step, window) is None
 
 
 # --- when it is called -------------------------------------------------------------------------------------------------
@@ -256,11 +213,6 @@ def test_a_scale_at_its_floor_calls_it(tmp_path, monkeypatch, capsys):
     assert len(reports(tmp_path)) == 1
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "at its floor" in line)
     assert "steps are still skipped" in line and "forward" not in line  # a root may as well have an infinite derivative
-
-
-def test_checkpoints_of_a_watched_run_load_plainly(tmp_path):
-    assert start(tmp_path, "steps=5") == 0
-    assert len(checkpoints(tmp_path)) == 1 and state(tmp_path)["progress"]["islands"] == []
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from loops import amps_step, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,17 +19,7 @@ INF, NAN = float("inf"), float("nan")
 
 def examined(net, loss, batch=(), mode="fp32", **fields):
     amp = Amp.named(mode, **fields)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-
-    def step():
-        with amp.autocast():
-            result = loss()
-        amp.backward(result)
-        amp.step(optimizer)
-        amp.update()
-        amp.zero_grad(optimizer)
-
-    return Doctor(amp, net).locate(step, batch)
+    return Doctor(amp, net).locate(amps_step(amp, torch.optim.SGD(net.parameters(), 0.1), loss), batch)
 
 
 def line_of(diagnosis):
@@ -190,25 +180,6 @@ def test_a_fault_in_torch_func_has_its_line(transformed):
         assert line_of(diagnosis) == "y = y * 1e30  # inside"
 
 
-@BY_TORCH
-def test_a_finite_derivative_by_torch_func_is_silent():
-    net, x = nn.Linear(8, 8), torch.randn(4, 8)
-    assert examined(net, lambda: torch.func.jvp(net, (x,), (torch.ones_like(x),))[1].square().mean()) is None
-
-
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_a_bad_label_is_named_with_its_sample(value):
-    net, x, labels = nn.Linear(8, 1), torch.randn(6, 8), torch.randn(6)
-    labels[4] = value
-    diagnosis = examined(net, lambda: F.mse_loss(net(x)[:, 0], labels), (x, labels))
-    assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("bad input", [4])
-    assert "batch[1] was not finite" in diagnosis.why and "rows       4 of the batch" in str(diagnosis)
-    # Nobody said that it is of the batch.
-    diagnosis = examined(net, lambda: F.mse_loss(net(x)[:, 0], labels), (x,))
-    assert diagnosis is not None and (diagnosis.cause, diagnosis.samples) == ("poisoned tensor", [4])
-    assert diagnosis.tensor == "variable labels"
-
-
 # --- gradients that no step takes -------------------------------------------------------------------------------------
 
 
@@ -308,13 +279,6 @@ def everything(net, optimizer):
     return copy.deepcopy(([t.detach() for t in kept], optimizer.state_dict(), torch.get_rng_state()))
 
 
-def equal(a, b):
-    flat = [torch.utils._pytree.tree_leaves(each) for each in (a, b)]
-    return len(flat[0]) == len(flat[1]) and all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(*flat, strict=True)
-    )
-
-
 # torch says that create_graph=True makes a cycle of references.
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize(
@@ -341,7 +305,7 @@ def test_a_step_that_cannot_be_examined_is_one_error_and_leaves_the_state(make, 
     with pytest.raises(error) as raised:
         Doctor(Amp.named("fp32"), net).locate(lambda: step(net, optimizer, x), x)
     assert says in str(raised.value)
-    assert equal(everything(net, optimizer), before)
+    assert same(everything(net, optimizer), before)
     assert torch.Tensor.backward is backward and not net[0]._forward_hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
@@ -356,7 +320,7 @@ def test_sparse_gradients_are_no_obstacle(factor, cause, step):
     before = everything(net, optimizer)
     diagnosis = Doctor(Amp.named("fp32"), net).locate(lambda: step(net, optimizer, x), x)
     assert (diagnosis and diagnosis.cause) == cause
-    assert equal(everything(net, optimizer), before)
+    assert same(everything(net, optimizer), before)
 
 
 @pytest.mark.parametrize("factor, cause", [(1.0, None), (1e38, "overflow in fp32")])
@@ -366,7 +330,7 @@ def test_a_graph_of_the_gradients_is_no_obstacle(factor, cause):
     before = everything(net, optimizer)
     diagnosis = Doctor(Amp.named("fp32"), net).locate(lambda: by_backward(net, optimizer, x * factor), x)
     assert (diagnosis and diagnosis.cause) == cause
-    assert equal(everything(net, optimizer), before)
+    assert same(everything(net, optimizer), before)
 
 
 def test_a_step_without_a_backward_pass_is_not_called_finite():
@@ -391,7 +355,7 @@ def test_gradients_left_by_an_earlier_window_are_to_blame_if_it_adds_to_them(zer
 
     diagnosis = Doctor(Amp.named("fp32"), net).locate(step, x)
     after = everything(net, optimizer)
-    assert equal(*([part.nan_to_num(7.0) for part in each[0]] for each in (before, after)))
+    assert same(*([part.nan_to_num(7.0) for part in each[0]] for each in (before, after)))
     if zeroes:
         assert diagnosis is None
     else:

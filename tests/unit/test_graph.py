@@ -145,24 +145,6 @@ def test_a_played_step_is_the_step(mode, on_tape):
     assert expected["skipped"] == 1 and not expected["reported"][11, 0]
 
 
-def test_what_python_keeps_is_not_played(on_tape):
-    """The tape is no stand-in that calls the step: a learning rate that Python counts stands still, as in a graph."""
-
-    def trained(run):
-        training, calls = Training("fp32"), []
-
-        def extra(loss):
-            calls.append(1)
-            return loss * len(calls)
-
-        training.extra = extra
-        return training.run(training.graph() if run is None else run, 10), len(calls)
-
-    (expected, num_calls), (found, num_recorded) = trained(computed), trained(None)
-    assert num_calls == 40 and num_recorded == 4 * (3 + 1 + 1)  # warm-up, recording, the short window
-    assert same_but(expected, found)
-
-
 @pytest.mark.parametrize(
     "kind, why, num_recordings",
     [

@@ -1,4 +1,4 @@
-"""Two machines with a network between them that is cut, or loses packets: network namespaces, as root on Linux."""
+"""Two machines with a network between them that is cut: network namespaces, as root on Linux."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _launch(
 
 
 def network(plan: Plan) -> Result:
-    """The cable is pulled at a random step, or loses packets; a machine of an elastic run is lost, and comes back."""
+    """The cable is pulled at a random step, or silent; a machine of an elastic run is lost, and comes back."""
     result = Result()
     folder = plan.inside("network")
     try:
@@ -122,7 +122,6 @@ def network(plan: Plan) -> Result:
             _comes_and_goes(plan, folder, hosts, result)
         with two_machines(folder, lossy=True) as hosts:
             _cuts(plan, folder, hosts, result)
-            _losses(plan, folder, hosts, result)
     except (OSError, subprocess.CalledProcessError) as error:
         result.facts["left out"] = f"no network namespaces here: {error}"
     return result
@@ -218,31 +217,3 @@ def _comes_and_goes(plan: Plan, folder: Path, hosts: Path, result: Result) -> No
 def _log(folder: Path) -> str:
     path = folder / "train.log"
     return path.read_text() if path.exists() else ""
-
-
-def _losses(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
-    """30 % of all packets are lost for a while: slow, perhaps ended in order, and never another result."""
-    torn, loss = folder / "lossy", 0.3
-    patient = "layout.timeout_minutes=2"
-    kind = Kind((*TELLING, "steps=60", "save_every=5", "eval_every=1000", BAD), num_ranks=2)
-    expected, _ = Alone(plan.inside("network/losses")).of(kind)
-    for case, rng in plan.cases("losses", short=0, long=4):
-        step, longer = rng.randrange(5, 30), rng.randrange(3, 12)
-        (folder / "loss").write_text("0")
-        children = _launch(torn, hosts, [*arguments(*kind.settings), patient])
-        wait_until(lambda step=step: last_step(torn) >= step, children[0], 120)
-        (folder / "loss").write_text(str(loss))
-        wait_until(lambda step=step + longer: last_step(torn) >= step, children[0], 240)
-        (folder / "loss").write_text("0")
-        # torch's agent waits up to five minutes for its partners before it ends.
-        codes = [child.wait(420) for child in children]
-        what = f"{loss:.0%} of all packets lost in steps {step} to {step + longer}"
-        result.counts["links that lost 30 % of their packets"] += 1
-        result.counts["of these runs finished without a restart"] += codes == [0, 0]
-        texts = [child.text[-700:] for child in children]
-        result.expect(None not in codes, case, f"{what}: hangs: {texts}")
-        if codes != [0, 0]:
-            codes = [child.wait(240) for child in _launch(torn, hosts, [*arguments(*kind.settings), patient])]
-        if result.expect(codes == [0, 0], case, f"{what}: goes on with {codes}: {texts}"):
-            expect_same(expected, outcome(torn), result, case, what)
-        clear(torn)
