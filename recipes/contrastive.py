@@ -105,7 +105,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         memory, classes = embed(env, amp, net, plain.train, knobs.embedding)
-        queries, labels = embed(env, amp, net, plain.eval, knobs.embedding)
+        queries, labels = embed(env, amp, net, env.eval_part(plain.eval), knobs.embedding)
         memory, queries = F.normalize(memory, dim=1), F.normalize(queries, dim=1)
         guesses = [nearest_neighbours(q, memory, classes, knobs.num_neighbours) for q in queries.split(256)]
         return {"accuracy": (torch.cat(guesses) == labels).float().mean().item()}

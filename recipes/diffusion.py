@@ -107,7 +107,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @functools.cache
     def held_out() -> tuple[Tensor, Tensor, Tensor]:
         # Always the same noise and the same eight equally probable levels, in turn.
-        images, _ = evenly_spread(data.eval, NUM_COMPARED)
+        images, _ = evenly_spread(env.eval_part(data.eval), NUM_COMPARED)
         noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
         sigma = level(torch.special.ndtri((torch.arange(len(images)) % 8 + 0.5) / 8))
         return (SIGMA_DATA * images).to(env.device), noise.to(env.device), sigma.to(env.device)

@@ -119,7 +119,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
-        embeddings, identities = embed(env, amp, net, data.eval, knobs.embedding)
+        embeddings, identities = embed(env, amp, net, env.eval_part(data.eval, 8), knobs.embedding)
         return verify(embeddings, identities, scale=knobs.scale)
 
     loop = Loop(

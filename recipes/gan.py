@@ -153,7 +153,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @functools.cache
     def held_out() -> Tensor:
-        images, _ = evenly_spread(data.eval, NUM_COMPARED)
+        images, _ = evenly_spread(env.eval_part(data.eval), NUM_COMPARED)
         return images.to(env.device)
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
 from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.data import Data, Key
-from amp_core.data.base import uniforms, unpack
+from amp_core.data.base import evenly_spread, uniforms, unpack
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.run.recipe import Environment, Loop, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import unwrap
@@ -116,8 +116,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         # Every rank computes all of it, as it is little.
-        prompts = data.eval.__getitems__([(i, 0) for i in range(NUM_EVAL)]).to(env.device)
-        noise = torch.rand(NUM_EVAL, num, num_symbols, generator=torch.Generator().manual_seed(0)).to(env.device)
+        prompts = evenly_spread(env.eval_part(data.eval), NUM_EVAL).to(env.device)
+        noise = torch.rand(len(prompts), num, num_symbols, generator=torch.Generator().manual_seed(0)).to(env.device)
         take_weights(engine, net)
         answers, sampled = rollout(engine, prompts, gumbel(noise))
         with amp.autocast():

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (10_250, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (12_700, "config run cli data models train.py"),
+    "program": (13_000, "config run cli data models train.py"),
     "amp_tools": (4_085, "amp_tools"),
     "scripts": (5_115, "scripts"),
     "amp_conformance": (2_490, "amp_conformance"),
@@ -36,7 +36,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.995
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 35, 7_365, 2_731
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 35, 7_480, 2_800
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 580

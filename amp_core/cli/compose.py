@@ -56,8 +56,8 @@ MOST_JOBS = 10_000
 LENGTHS = {"steps", "epochs", "samples"}
 HERE = {
     "task", "predict_on", "run_dir", "resume", "allow_changes", "dry_run", "device", "layout", "log", "perf",
-    "checkpoint", "doctor", "debug", "save_every", "eval_every", "log_every", "max_minutes", "data.num_workers",
-    "data.timeout_minutes", "data.prepare_on", "data.check",
+    "checkpoint", "doctor", "debug", "save_every", "eval_every", "log_every", "max_minutes", "eval.at_start",
+    "data.num_workers", "data.timeout_minutes", "data.prepare_on", "data.check",
 }  # fmt: skip
 """Settings that belong to a command and its machine. An evaluation or a prediction takes all others from its run."""
 

@@ -22,9 +22,9 @@ LEAST: dict[int | None, str] = {
     "amp.max_scale_per_sample",
     0: "data.num_workers seed doctor.max_reports optimizer.weight_decay layout.max_restarts debug.inject.rank "
     "perf.profile",
-    1: "accumulation batch_size steps samples save_every eval_every log_every checkpoint.keep data.image_size "
-    "data.num_samples data.length doctor.after_skips doctor.statistics_every schedule.horizon layout.nproc_per_node "
-    "debug.inject.step amp.growth_interval amp.max_consecutive_skips",
+    1: "accumulation batch_size steps samples save_every eval_every log_every eval.samples checkpoint.keep "
+    "data.image_size data.num_samples data.length doctor.after_skips doctor.statistics_every schedule.horizon "
+    "layout.nproc_per_node debug.inject.step amp.growth_interval amp.max_consecutive_skips",
     2: "data.num_classes layout.num_stages layout.shard_size",
 }
 """The least value of numbers; None: above 0. All are finite."""
@@ -296,7 +296,7 @@ def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
     broken = {key.split(".")[0] for key in reported}
     found: list[str] = []
     groups = (cfg.amp, cfg.clip, cfg.layout, cfg.model, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.log)
-    if None not in (*groups, cfg.perf, cfg.checkpoint, cfg.doctor, cfg.debug):
+    if None not in (*groups, cfg.eval, cfg.perf, cfg.checkpoint, cfg.doctor, cfg.debug):
         found += [*_check_amp(cfg.amp), *_check_clip(cfg.clip), *_check_layout(cfg), *_check_run(cfg)]
     told = {key_of(problem) for problem in found}
     found += [problem for problem in _check_ranges(flatten(cfg.to_dict())) if key_of(problem) not in told]
@@ -359,7 +359,7 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
 
 MAY_CHANGE = {
     "log", "layout", "device", "amp", "doctor", "perf", "checkpoint", "debug", "task", "predict_on", "dry_run",
-    "save_every", "eval_every", "log_every", "steps", "epochs", "samples", "max_minutes", "run_dir", "resume",
+    "save_every", "eval_every", "eval", "log_every", "steps", "epochs", "samples", "max_minutes", "run_dir", "resume",
     "allow_changes", "accumulation", "batch_size", "data.num_workers", "data.timeout_minutes", "data.path",
     "model.weights", "model.fresh", "optimizer.fused", "recipe.length", "recipe.eval_offset", "recipe.loss_chunk",
     "recipe.sample_bytes", "recipe.prompt",

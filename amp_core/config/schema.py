@@ -207,6 +207,17 @@ class EmaConfig:
 
 
 @dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation."""
+
+    samples: int | None
+    """Evaluate at most this many samples, evenly spread over the evaluation data; null: all of them."""
+    at_start: bool
+    """Evaluate before the first step, too: what a run began with is step 0 of metrics.jsonl and `eval_at_start` of
+    summary.json."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Trackers besides metrics.jsonl."""
 
@@ -339,6 +350,7 @@ class Config:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     ema: EmaConfig
+    eval: EvalConfig
     steps: int | None
     """Length of the run in steps (windows, taken or skipped)."""
     epochs: float | None

@@ -54,10 +54,25 @@ class Data:
     """A digest of the samples that `data.exclude` leaves out."""
 
 
+class Spread:
+    """At most `num` samples of a data set, evenly spread over it in runs of `together`: it may be sorted by class."""
+
+    def __init__(self, dataset: Dataset, num: int, together: int = 1) -> None:
+        self._dataset, self._num, self._together = dataset, min(num, len(dataset)), together
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
+        places = [(index, index % self._together, epoch) for index, epoch in keys]
+        share = len(self._dataset), self._num
+        return self._dataset.__getitems__([((i - at) * share[0] // share[1] + at, epoch) for i, at, epoch in places])
+
+
 def evenly_spread(dataset: Dataset, num: int) -> Any:
-    """A batch of at most `num` samples, evenly spread over a data set, which may be sorted by class."""
-    num = min(num, len(dataset))
-    return dataset.__getitems__([(i * len(dataset) // num, 0) for i in range(num)])
+    """A batch of at most `num` samples, evenly spread over a data set."""
+    few = Spread(dataset, num)
+    return few.__getitems__([(index, 0) for index in range(len(few))])
 
 
 class Paths:

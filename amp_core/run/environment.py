@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from amp_core.config.errors import STATUS, RunError
 from amp_core.config.lengths import num_steps
 from amp_core.config.schema import Config
-from amp_core.data.base import Dataset
+from amp_core.data.base import Dataset, Spread
 from amp_core.data.loading import EvalLoader, to_device
 from amp_core.tensors import UNTESTED_DEVICES
 
@@ -141,6 +141,10 @@ class Environment:
         samples = self.cfg.batch_size * self.cfg.accumulation * self.planned_ranks
         return num_steps(self.cfg, num_samples=len(data.train), samples_per_step=samples)
 
+    def eval_part(self, dataset: Dataset, together: int = 1) -> Dataset:
+        """What is evaluated of a data set: all of it, or `eval.samples` in runs of neighbours that belong together."""
+        return dataset if self.cfg.eval.samples is None else Spread(dataset, self.cfg.eval.samples, together)
+
     def eval_loader(self, dataset: Dataset, batch_size: int = 128) -> EvalLoader:
         """This rank's share of a data set, in batches of at least `batch_size` samples on the CPU."""
         return EvalLoader(
@@ -153,8 +157,9 @@ class Environment:
         )
 
     def eval_batches(self, dataset: Dataset | EvalLoader, batch_size: int = 128) -> Iterator[Any]:
-        """Batches of a data set on the device: every sample once over all ranks. Add up sums, and divide at the end."""
-        loader = dataset if isinstance(dataset, EvalLoader) else self.eval_loader(dataset, batch_size)
+        """Batches of the `eval_part` of a data set, or of a loader, on the device: every sample once over all ranks.
+        Add up sums, and divide at the end."""
+        loader = dataset if isinstance(dataset, EvalLoader) else self.eval_loader(self.eval_part(dataset), batch_size)
         return to_device(loader, self.device, channels_last=self.cfg.perf.channels_last)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:

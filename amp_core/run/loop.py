@@ -143,7 +143,7 @@ class Loop:
             Interrupted: a signal or the time limit, after a checkpoint.
         """
         from amp_core.run.plan import dry_run, open_log
-        from amp_core.run.resume import open_checkpoint, resume
+        from amp_core.run.resume import is_finished, open_checkpoint, resume
 
         self.feed.count = count
         if self.cfg.dry_run and self.env.driver is None:
@@ -159,7 +159,7 @@ class Loop:
         if self.cfg.task != "train":
             _without_training(self, notes)
             return
-        if self.step >= self.num_steps and _is_finished(self):
+        if self.step >= self.num_steps and is_finished(self):
             return
         self.env.folder.begin()
         self._log = open_log(self, notes, warnings)
@@ -186,9 +186,11 @@ class Loop:
             try:
                 yield from self._windows_of(windows, begin, end)
             except GaveUp as wait:
-                self._stop_waiting(begin, end, wait)
+                _stop_waiting(self, begin, end, wait)
 
     def _windows_of(self, windows: Iterator[list[MicroBatch]], begin: int, end: int) -> Iterator[list[MicroBatch]]:
+        if self.step == 0 and self.cfg.eval.at_start:
+            _evaluate_at_start(self)
         if self.step >= end or self.owes_evaluation:  # stopped between a step and its result
             yield from self._after_step(end)
         while self.step < end:
@@ -204,15 +206,6 @@ class Loop:
                 logger.info("perf.graph=true: recipe=%s does not use Loop.run: running eagerly instead", name)
             self.env.report_compiling()
             yield from self._after_step(end)
-
-    def _stop_waiting(self, begin: int, end: int, wait: GaveUp) -> NoReturn:
-        """Stop while waiting for data, with a checkpoint of the last step if that needs no other rank."""
-        saves = self.env.world_size == 1 and self.step > begin
-        if saves:
-            self._finish_line()
-            self._save(is_last=True)
-        saved = "a checkpoint was written" if saves else "nothing was saved since the last checkpoint"
-        _interrupt(self, self.env.stop.code, f"{self.step} of {end}, waiting for data", saved, wait)
 
     def run(self, step: Step, window: list[MicroBatch]) -> Any:
         """`step(window)`, with perf.graph replayed from a CUDA graph where it can be.
@@ -403,6 +396,23 @@ class Loop:
         }
 
 
+def _evaluate_at_start(loop: Loop) -> None:
+    if not loop._evaluate():
+        where = f"0 of {loop.num_steps} in its evaluation"
+        _interrupt(loop, loop.evaluation.asked, where, "nothing was saved")
+    loop.env.summary["eval_at_start"] = loop.eval
+
+
+def _stop_waiting(loop: Loop, begin: int, end: int, wait: GaveUp) -> NoReturn:
+    """Stop while waiting for data, with a checkpoint of the last step if that needs no other rank."""
+    saves = loop.env.world_size == 1 and loop.step > begin
+    if saves:
+        loop._finish_line()
+        loop._save(is_last=True)
+    saved = "a checkpoint was written" if saves else "nothing was saved since the last checkpoint"
+    _interrupt(loop, loop.env.stop.code, f"{loop.step} of {end}, waiting for data", saved, wait)
+
+
 def _fault(loop: Loop, inject: InjectConfig, window: list[MicroBatch]) -> contextlib.AbstractContextManager[bool]:
     from amp_core.run.inject import fault
 
@@ -410,31 +420,12 @@ def _fault(loop: Loop, inject: InjectConfig, window: list[MicroBatch]) -> contex
 
 
 def _require_samples(loop: Loop) -> None:
-    env, num_samples = loop.env, len(loop.data.eval)
+    env, num_samples = loop.env, len(loop.env.eval_part(loop.data.eval))
     if any(map(is_sharded, loop.nets)) and num_samples < env.world_size:
         raise ConfigError(
             f"layout={loop.cfg.layout.name}: {num_samples} evaluation samples for {env.world_size} ranks, which "
             f"gather weights together; expected at least one each: use fewer ranks, or layout=ddp"
         )
-
-
-def _is_finished(loop: Loop) -> bool:
-    """Whether a run with all its steps done has its result, too: then nothing is computed."""
-    from amp_core.run.terminal import say
-
-    env = loop.env
-    before: dict[str, Any] | None = env.folder.before
-    if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):
-        before = None
-    if env.any_rank(env.is_main and before is None):
-        return False
-    if env.is_main:
-        say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
-    loop.evaluation.metrics = dict(before["eval"]) if before else {}
-    env.summary |= before or {}
-    env.folder.begin()
-    env.folder.write_summary("finished", 0)
-    return True
 
 
 def _without_training(loop: Loop, notes: list[str]) -> None:
@@ -466,7 +457,9 @@ def _end(loop: Loop) -> None:
     check_result(loop.eval, step=loop.step, skipped=skipped, amp=loop.cfg.amp, scale=scale, streak=streak, where=where)
     loop.env.folder.write_summary("finished", 0)
     if loop.env.is_main:
-        logger.info("finished %d steps: %s", loop.step, spell(loop.eval))
+        before = loop.env.summary.get("eval_at_start")
+        began = f"; before the first: {spell(before)}" if before else ""
+        logger.info("finished %d steps: %s%s", loop.step, spell(loop.eval), began)
         if loop.memory is not None:
             sizes = (f"{what} {size / 2**20:.1f} MiB" for what, size in loop.memory.items() if size)
             logger.info("memory per rank: %s", ", ".join(sizes))

@@ -32,6 +32,8 @@ def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
     """The log of a run, with what it begins with."""
     env, cfg = loop.env, loop.cfg
     assert env.run_dir is not None
+    if loop.step and (before := env.folder.before.get("eval_at_start")):
+        env.summary["eval_at_start"] = before
     log = Log(
         env.run_dir,
         cfg.log,
@@ -114,8 +116,8 @@ def plan_in_detail(loop: Loop) -> str:
         lines.append(f"  each rank sends {sum(one.sent for one in sent) / mib:.1f} MiB per step")
     steps = loop.num_steps
     lines += [
-        f"  evaluates {len(loop.data.eval):,} samples {_times(cfg.eval_every, steps)}; best checkpoint by "
-        f"{cfg.recipe['best']} ({cfg.recipe['best_is']})",
+        f"  evaluates {len(env.eval_part(loop.data.eval)):,} samples {_times(cfg.eval_every, steps)}; best checkpoint "
+        f"by {cfg.recipe['best']} ({cfg.recipe['best_is']})",
         f"  saves about {(memory.weights + memory.moments + memory.averages) / mib:.1f} MiB a rank "
         f"{_times(cfg.save_every, steps)}, keeps {cfg.checkpoint.keep} and the best; "
         f"metrics {_times(cfg.log_every, steps)}",

@@ -17,6 +17,7 @@ from amp_core.config.rules import MAY_CHANGE, differences, is_elastic
 from amp_core.config.schema import SHARDED, Config
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
 from amp_core.run.machine import moved
+from amp_core.run.terminal import say
 
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
@@ -165,6 +166,23 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     elif min(beyond, default=0) < 0:
         notes.append(f"the schedule keeps its {loop.schedule.num_steps} steps: this run ends before it does")
     return notes, warnings
+
+
+def is_finished(loop: Loop) -> bool:
+    """Whether a run with all its steps done has its result, too: then nothing is computed."""
+    env = loop.env
+    before: dict[str, Any] | None = env.folder.before
+    if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):
+        before = None
+    if env.any_rank(env.is_main and before is None):
+        return False
+    if env.is_main:
+        say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
+    loop.evaluation.metrics = dict(before["eval"]) if before else {}
+    env.summary |= before or {}
+    env.folder.begin()
+    env.folder.write_summary("finished", 0)
+    return True
 
 
 def _make_islands(loop: Loop, islands: list[str], notes: list[str]) -> None:

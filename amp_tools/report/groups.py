@@ -32,6 +32,7 @@ IRRELEVANT = (
     "max_minutes",
     "save_every",
     "eval_every",
+    "eval.at_start",
 )
 IRRELEVANT += ("log_every", "log", "checkpoint", "data.num_workers", "doctor")
 """Settings, with what lies below them, that make no group: results do not depend on them."""

@@ -233,6 +233,18 @@ def on_two_ranks(recipe, folder, *overrides, layout="ddp", statistics=False):
 
 
 @RECIPE
+def test_an_evaluation_before_the_first_step_and_of_few_samples_changes_no_step(recipe, whole):
+    settings = ["eval.at_start=true", "eval.samples=16", *SIX]
+    run(recipe, "a", "steps=3", *settings)
+    began = summary("a")["eval_at_start"]
+    run(recipe, "a", "steps=6", "eval.samples=null", "schedule.horizon=6", *settings[:1], *WINDOW)
+    assert not same_but(state("a"), state(whole(recipe)))
+    assert summary("a")["eval"] == summary(whole(recipe))["eval"] and summary("a")["eval_at_start"] == began
+    evaluated = {line["step"]: line for line in lines("a") if line["split"] == "eval"}
+    assert list(evaluated) == [0, 3, 6] and evaluated[0] == {"step": 0, "split": "eval", **began}
+
+
+@RECIPE
 def test_it_says_what_it_needs_to_be_found(recipe):
     module = find(recipe)
     assert (module.__doc__ and f"recipe={recipe}" in module.__doc__) or recipe == "classification"

@@ -36,7 +36,7 @@ from amp_core.config.options import choices, read_option
 from amp_core.config.processes import is_stopped
 from amp_core.config.schema import DataConfig
 from amp_core.data import Data, build_data
-from amp_core.data.base import evenly_spread, uniforms
+from amp_core.data.base import Spread, evenly_spread, uniforms
 from amp_core.data.images import (
     ArrayImages,
     ImageFiles,
@@ -364,6 +364,8 @@ def test_mnist_is_split_by_class_without_overlap() -> None:
 def test_a_few_samples_are_spread_evenly_over_a_set_that_is_sorted_by_class() -> None:
     assert evenly_spread(Slow(), 4)[0].flatten().tolist() == [0, 250, 500, 750]
     assert len(evenly_spread(Slow(), 5000)[0]) == 1000
+    pairs = Spread(Slow(), 5, together=2)
+    assert evenly_spread(pairs, 5)[0].flatten().tolist() == [0, 1, 400, 401, 800]
 
 
 def test_a_split_is_stratified_in_any_order_of_labels() -> None:
