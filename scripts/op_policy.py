@@ -1,7 +1,7 @@
 """The page docs/OP_POLICY.md: what autocast casts on a CPU and on CUDA, by calling every operator of a table.
 
-    python scripts/op_policy.py            # prints it
-    python scripts/op_policy.py --write    # puts it into docs/
+    python scripts/op_policy.py            # prints it, and what is the same on both
+    python scripts/op_policy.py --write    # writes it to docs/
 
 Needs no GPU and takes about five seconds. The page holds for the version of torch that it names.
 """
@@ -32,8 +32,8 @@ CPU autocast and CUDA autocast differ for {differ} of {ops} operators. `amp.op_p
 of CUDA for a whole run (`python train.py amp=fp16 amp.op_policy=cuda device=cpu`); then {left} differ{those}.
 
 Made by `python scripts/op_policy.py --write` with torch {version}, by calling each operator under autocast to fp16;
-fake tensors go through CUDA's dispatch. Operators that refuse them are missing: GRU cells, `grid_sample`, whole
-recurrent layers.
+fake tensors go through CUDA's dispatch, which GRU cells, `grid_sample` and recurrent layers refuse. Without `--write`
+it also prints what is the same on both.
 
 | in a cell | the result |
 | --- | --- |
@@ -47,10 +47,6 @@ recurrent layers.
 ## Different on a CPU and on CUDA
 
 {different}
-
-## The same on both
-
-{same}
 
 ## What `amp.op_policy=cuda` changes
 
@@ -67,7 +63,7 @@ def main() -> None:
     if parser.parse_args().write:
         PAGE.write_text(page())
     else:
-        print(page(), end="")
+        print(page(), "## The same on both", same_on_both(), sep="\n")
 
 
 def columns(dtype: torch.dtype) -> dict[str, tuple[str, str, str]]:
@@ -78,15 +74,20 @@ def columns(dtype: torch.dtype) -> dict[str, tuple[str, str, str]]:
     return {name: (cpu[name], cuda[name], changed[name]) for name in cpu}
 
 
+def same_on_both() -> str:
+    same: dict[tuple[str], list[str]] = {}
+    for name, (cpu, cuda, _) in columns(torch.float16).items():
+        if cpu == cuda:
+            same.setdefault((cpu,), []).append(name)
+    return grouped(["both, fp16"], same)
+
+
 def page() -> str:
     table = columns(torch.float16)
     left = [name for name, (_, cuda, changed) in table.items() if changed != cuda]
     different: dict[tuple[str, str], list[str]] = {}
-    same: dict[tuple[str], list[str]] = {}
     for name, (cpu, cuda, _) in table.items():
-        if cpu == cuda:
-            same.setdefault((cpu,), []).append(name)
-        else:
+        if cpu != cuda:
             different.setdefault((cpu, cuda), []).append(name)
     return TEXT.format(
         version=minor_version(),
@@ -95,7 +96,6 @@ def page() -> str:
         left=len(left),
         those=f" ({', '.join(left)})" if left else "",
         different=grouped(["CPU, fp16", "CUDA, fp16"], different),
-        same=grouped(["both, fp16"], same),
         through=THROUGH_FP32,
         kept="\n".join(f"- {result}:\n  {listed(names)}" for result, names in KEPT.items()),
     )
