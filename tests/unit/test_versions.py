@@ -161,22 +161,6 @@ def test_a_result_replaces_the_row_of_its_versions_and_no_other(tmp_path, monkey
     ]
 
 
-def test_an_interpreter_that_does_not_start_is_passed_over(tmp_path, monkeypatch):
-    """As pyenv's shims of versions that are not chosen."""
-    python = ".".join(map(str, sys.version_info[:2]))
-    shim, chosen = tmp_path / "bin" / f"python{python}", tmp_path / f"versions/{python}.7/bin/python{python}"
-    for path, text in ((shim, "exit 127"), (chosen, f'exec {sys.executable} "$@"')):
-        path.parent.mkdir(parents=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    monkeypatch.setenv("PATH", str(shim.parent))
-    assert Path(matrix.find_python(python)).samefile(sys.executable)
-    chosen.unlink()
-    with pytest.raises(matrix.NotRun, match=f"no python{python} with venv"):
-        matrix.find_python(python)
-
-
 def test_failed_tests_fail_a_row_and_are_counted(tmp_path, monkeypatch, capfd):
     tests = "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
     (tmp_path / "test_some.py").write_text(tests)

@@ -88,8 +88,6 @@ def _damaged(plan: Plan, folder: Path, result: Result) -> None:
         result.expect(all(str(path) in said for path in newer), case, f"{what}: not named in {said!r}")
         mend()
     _whole_runs(plan, folder, steps, is_sharded, result)
-    if not is_sharded:
-        _other_files(plan, folder, copy, result)
 
 
 def _of_its_end(folder: Path) -> dict[str, Any]:
@@ -129,29 +127,6 @@ def _whole_runs(plan: Plan, folder: Path, steps: list[Path], is_sharded: bool, r
         elif result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-500:]}"):
             found = unequal(expected, _of_its_end(again))
             result.expect(not found, case, f"{what}: went on to another result: {first(found)}", column_of(found))
-        shutil.rmtree(again)
-        child.output.unlink()
-
-
-def _other_files(plan: Plan, folder: Path, copy: Path, result: Result) -> None:
-    """Damage to what is not a checkpoint never stops a run without a clear word."""
-    names = ["summary.json", "metrics.jsonl", ".hydra/config.yaml", ".hydra/overrides.yaml", "environment.json"]
-    names += [".lock"]
-    texts = [b"", b"[]", b"null", b"7", b'{"eval": 3}', b"{}", b'"x"', b"\xff\xfe\x00", b"[" * 100_000]
-    texts += [b"a: [", b"a: &a [*a]", b'{"step": "x", "split": 3}\n[]\n{"step": null}\n']
-    texts += [b'{"status": "finished"}', b'{"status": "finished", "eval": 3}']
-    pairs = [(name, text) for name in names for text in texts]
-    for case, rng in plan.cases("other files", short=8, long=2 * len(pairs)):
-        name, text = pairs[case % len(pairs)] if plan.long else rng.choice(pairs)
-        steps = (6, 8)[case // len(pairs) % 2] if plan.long else rng.choice([6, 8])
-        again = shutil.copytree(copy, folder.with_name("again"))
-        (again / name).write_bytes(text)
-        command = arguments(*TELLING, f"steps={steps}", "save_every=2", "checkpoint.keep=3")
-        (child,) = start(again, command)
-        code = child.wait()
-        result.counts["runs continued beside other damaged files"] += 1
-        what = f"{name} is {text[:40]!r}, steps={steps}: exit code {code}: {child.text[-700:]}"
-        result.expect(code in (0, 2) and "Traceback" not in child.text, case, what)
         shutil.rmtree(again)
         child.output.unlink()
 

@@ -63,38 +63,6 @@ def _content(path: Path) -> object:
     return {each.name: each.read_bytes() for each in path.iterdir()} if path.is_dir() else path.read_bytes()
 
 
-def _links(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
-    """Another user, who may write to the run folder, puts links there at any moment; nothing behind them is changed."""
-    if os.geteuid() != 0:
-        return
-    torn, mine = folder / "torn", folder / "mine"
-    for case, rng in plan.cases("links", short=1, long=12):
-        kind, _, _ = alone.drawn(plan, f"links/{case}", num_ranks=1)
-        shutil.copytree(alone.folder / "alone0", mine, dirs_exist_ok=True)
-        before = {str(path): path.read_bytes() for path in sorted(mine.rglob("*")) if path.is_file()}
-        (child,) = start(torn, kind.command, before=slow_steps)
-        step = rng.randrange(1, 4)
-        wait_until(lambda step=step: last_step(torn) > step, child)
-        names = rng.sample([*(path.name for path in torn.iterdir()), "doctor", "samples", "tensorboard", "wandb"], 3)
-        for name in {*names, rng.choice(["checkpoints", f".summary.json.{child.pid}.tmp"])}:
-            if os.path.lexists(torn / name):
-                (torn / name).rename(torn / f"{name}.moved")
-            (torn / name).symlink_to(mine / name)
-            os.chown(torn / name, 65534, 65534, follow_symlinks=False)
-        result.counts["runs whose files were made links"] += 1
-        code, what = child.wait(), f"{', '.join(names)} made links of another user, {kind.name}"
-        is_clear = code in (0, 4) and "Traceback" not in child.text
-        result.expect(is_clear, case, f"{what}: {code}: {child.text[-900:]}")
-        after = {str(path): path.read_bytes() for path in sorted(mine.rglob("*")) if path.is_file()}
-        result.expect(
-            after == before,
-            case,
-            f"{what}: changed behind a link: {sorted(name for name, _ in before.items() ^ after.items())}",
-        )
-        shutil.rmtree(mine)
-        clear(torn)
-
-
 def foreign(plan: Plan) -> Result:
     """Foreign files before the start, while the run runs, or before it goes on after a kill."""
     result = Result()
@@ -132,5 +100,4 @@ def foreign(plan: Plan) -> Result:
                 path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
             expect_same(expected, outcome(torn), result, case, what)
         clear(torn)
-    _links(plan, folder, alone, result)
     return result

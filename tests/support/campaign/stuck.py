@@ -23,14 +23,13 @@ from campaign.harness import (
     arguments,
     checkpoints,
     last_step,
-    outcome,
     slow_steps,
     start,
     state,
     summary,
     wait_until,
 )
-from campaign.runs import BAD, Alone, Kind, clear, descendants, expect_same, finishes_as_if_alone, workers_of
+from campaign.runs import BAD, Alone, Kind, clear, descendants, finishes_as_if_alone, workers_of
 
 SETTINGS = (*TELLING, "steps=60", "save_every=7", "eval_every=1000", BAD)
 PATIENCE = 0.05
@@ -43,40 +42,16 @@ PHASES = ("start", "step", "evaluation", "save", "teardown")
 
 
 def stuck(plan: Plan) -> Result:
-    """Stopped ranks, slow ranks, dead data workers, two launchers on one run folder."""
+    """Stopped ranks and data workers, killed launchers."""
     result = Result()
     folder = plan.inside("stuck")
     alone = Alone(folder)
-    _two_launchers(plan, folder, alone, result)
     _stopped(plan, folder, alone, result)
-    _data_worker(plan, folder, alone, result)
     _killed_launchers(plan, folder, result)
     _signals_while_a_worker_is_stopped(plan, folder, alone, result)
     if plan.long:
-        _stopped_worker(plan, folder, result)
         _signals_while_a_rank_is_stopped(plan, folder, result)
     return result
-
-
-def _two_launchers(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
-    kind = Kind(SETTINGS)
-    expected, _ = alone.of(kind)
-    torn = folder / "torn"
-    for case, rng in plan.cases("launchers", short=1, long=12):
-        many = [start(torn, kind.command, before=slow_steps, output=folder / "torn.0")]
-        time.sleep(rng.choice([0.0, 0.0, rng.uniform(0, 0.5), rng.uniform(0, 1.5)]))
-        many += [start(torn, kind.command, before=slow_steps, output=folder / f"torn.{n}") for n in (1, 2)]
-        codes = [child.wait() for (child,) in many]
-        result.counts["launchers in one run folder"] += 3
-        texts = [child.text for (child,) in many]
-        what = f"three launchers: exit codes {codes}"
-        result.expect(sorted(map(str, codes)) == ["0", "2", "2"], case, f"{what}: {[text[-500:] for text in texts]}")
-        for code, text in zip(codes, texts, strict=True):
-            is_clear = text.count("error: ") == 1 and "run_dir" in text and "Traceback" not in text
-            result.expect(code != 2 or is_clear, case, f"{what}: {text[-500:]}")
-        if 0 in codes:
-            expect_same(expected, outcome(torn), result, case, what)
-        clear(torn)
 
 
 def _stopped(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
@@ -112,28 +87,6 @@ def _stopped(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
         finishes_as_if_alone(torn, kind, expected, result, case, what)
         clear(torn)
     result.facts["timeout, and longest until a stopped rank was noticed"] = f"{60 * PATIENCE:.0f} s, {longest:.1f} s"
-
-
-def _data_worker(plan: Plan, folder: Path, alone: Alone, result: Result) -> None:
-    """A process that loads data is killed, or stands still for a while."""
-    kind = Kind((*SETTINGS, "data.num_workers=2"))
-    expected, _ = alone.of(kind)
-    torn = folder / "torn"
-    for case, rng in plan.cases("data workers", short=2, long=10):
-        (child,) = start(torn, kind.command, before=slow_steps)
-        wait_until(lambda: last_step(torn) > 0, child)
-        workers = descendants(child.pid)
-        if not workers:
-            continue
-        result.counts["data workers killed"] += 1
-        os.kill(rng.choice(workers), signal.SIGKILL)
-        code = child.wait(60)
-        what = "a data worker is killed"
-        result.expect(code == 1, case, f"{what}: exit code {code}: {child.text[-700:]}")
-        is_clear = "error: DataLoader worker" in child.text and "Traceback" not in child.text
-        result.expect(is_clear, case, f"{what}: {child.text[-700:]}")
-        finishes_as_if_alone(torn, kind, expected, result, case, what)
-        clear(torn)
 
 
 def _killed_launchers(plan: Plan, folder: Path, result: Result) -> None:
@@ -296,25 +249,3 @@ def _signals_while_a_rank_is_stopped(plan: Plan, folder: Path, result: Result) -
         clear(torn)
     result.facts["longest from a signal to the end, with a stopped rank"] = f"{longest:.1f} s"
     result.facts["longest from a second Ctrl-C, with a stopped rank"] = f"{after_second:.1f} s"
-
-
-def _stopped_worker(plan: Plan, folder: Path, result: Result) -> None:
-    """The same under our own launcher, which must end all of its workers, also the one that stands still."""
-    torn = folder / "torn"
-    command = arguments(*SETTINGS, "steps=1000000", f"run_dir={torn}", "layout=ddp", "layout.nproc_per_node=2")
-    longest = 0.0
-    for case, rng in plan.cases("stopped workers", short=1, long=1):
-        child = Child(lambda: train.main([*command, f"layout.timeout_minutes={PATIENCE}"]), folder / "torn.0.txt")
-        wait_until(lambda: last_step(torn) > 3, child)
-        workers = workers_of(child.pid)
-        began = time.monotonic()
-        if result.expect(len(workers) == 2, case, f"{len(workers)} workers: {child.text[-700:]}"):
-            os.kill(rng.choice(workers), signal.SIGSTOP)
-            code = child.wait(90)
-            longest = max(longest, time.monotonic() - began)
-            result.counts["workers of the launcher stopped"] += 1
-            result.expect(code == 1, case, f"a worker stands still: exit code {code}: {child.text[-1500:]}")
-            left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-            result.expect(not left, case, f"a worker stands still: {left} are left")
-        clear(torn)
-    result.facts["longest until the launcher had ended all"] = f"{longest:.1f} s"
