@@ -107,7 +107,9 @@ def _topic(topic: str) -> str:
     other += [f"{group}={topic}" for group in groups if topic in choices(group)]
     if other and topic not in other:
         return "\n\n".join(map(_topic, other))
-    raise ConfigError(f"--help {topic}: there is no such topic. {suggest(topic, [*groups, 'sweep', *keys])}")
+    parts = (key.rpartition(".")[2] for key in keys)
+    valid = [*groups, "sweep", *keys, *parts, *WORDS, *(option for group in groups for option in choices(group))]
+    raise ConfigError(f"--help {topic}: there is no such topic. {suggest(topic, valid)}")
 
 
 def _group(group: str, default: str) -> str:

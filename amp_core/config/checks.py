@@ -129,7 +129,7 @@ def skipped_note(root: str | os.PathLike[str], skipped: Skipped) -> list[str]:
     """What was skipped in a folder, in a sentence, if there was anything."""
     kinds = [f"{count} of {kind or 'no ending'} such as {file}" for kind, (count, file) in sorted(skipped.items())]
     few = ", ".join(kinds[:8]) + (f", and {len(kinds) - 8} more kinds" if len(kinds) > 8 else "")
-    return [visible(f"{root}: files that are not read as images: {few}")] if kinds else []
+    return [visible(f"{root}: files left out, for images end with {', '.join(IMAGE_ENDINGS)}: {few}")] if kinds else []
 
 
 def images_below(folder: str | os.PathLike[str], skipped: Skipped | None = None) -> Iterator[str]:

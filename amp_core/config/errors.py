@@ -27,6 +27,10 @@ class RunError(Exception):
     exit_code = 1
 
 
+class BadSample(RunError):
+    """A file of a data set that cannot be used. Of torch's workers an error keeps its class and its message alone."""
+
+
 class ConfigError(RunError):
     """A bad command line or configuration. Carries every problem that was found.
 

@@ -238,6 +238,8 @@ def _check_run(cfg: Config) -> Iterator[str]:
         yield f"task={cfg.task}: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir="
     if reads and cfg.run_dir is None and cfg.resume in ("auto", "last"):
         yield f"task={cfg.task}: needs weights; use run_dir=<run folder>, resume=<checkpoint> or model.weights=<file>"
+    elif reads and cfg.run_dir and cfg.resume == "auto" and not Path(cfg.run_dir).exists():
+        yield f"run_dir={cfg.run_dir}: there is no such file or folder; expected the folder of a run"
     if cfg.predict_on is not None and cfg.task != "predict":
         yield f"predict_on={cfg.predict_on}: has no effect with task={cfg.task}; use task=predict"
     elif cfg.predict_on is not None and not Path(cfg.predict_on).is_dir():

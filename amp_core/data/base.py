@@ -12,13 +12,14 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from amp_core.config.checks import Skipped, excluded_names, skipped_note
+from amp_core.config.errors import ConfigError
 from amp_core.config.files import visible
 from amp_core.config.schema import DataConfig
 
@@ -103,7 +104,11 @@ class Chosen:
         return np.array([name not in self._names for name in names] or [True] * num_samples, dtype=bool)
 
     def finish(self, data: Data) -> Data:
-        """With the notes and the digest."""
+        """With the notes and the digest. ConfigError: `data.exclude` has names, and none of them is in the data."""
+        if self._names and not self._found:
+            which = f"data.exclude={self._cfg.exclude}: none of its {len(self._names)} names is in the data, such as "
+            expected = f"expected names such as {cast(Any, data.train).name_of(0)}, as data.check=true writes them"
+            raise ConfigError(visible(f"{which}{min(self._names)}; {expected}; correct the list, or leave it out"))
         notes = skipped_note(f"data.path={self._cfg.path}", self.skipped)
         if self._names:
             notes.append(f"data.exclude={self._cfg.exclude}: leaves {len(self._found)} samples out")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from amp_core.config.errors import RunError
+from amp_core.config.errors import BadSample
 from amp_core.config.files import open_file
 
 FORMATS = ("JPEG", "PNG", "BMP", "PPM", "GIF", "TIFF", "WEBP", "AVIF", "JPEG2000")
@@ -37,7 +37,7 @@ def _reading(name: str) -> Iterator[None]:
         if isinstance(error, KeyError | Image.UnidentifiedImageError):  # KeyError: a Pillow without the last formats
             reason = f"it is none of {', '.join(FORMATS)}, or its first bytes are damaged"
         reason = reason or type(error).__name__
-        raise RunError(f"cannot read the image {name}: {reason}. Replace or remove it") from error
+        raise BadSample(f"cannot read the image {name}: {reason}. Replace or remove it") from error
 
 
 def read_header(file: Any, name: str) -> Any:

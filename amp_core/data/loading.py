@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from amp_core.config.errors import RunError
+from amp_core.config.errors import BadSample, RunError
 from amp_core.config.processes import is_stopped
 from amp_core.data.base import Dataset, Key, Seeded
 from amp_core.torch_private import find
@@ -263,6 +263,8 @@ class Batches:
         self._ahead: deque[list[Key]] = deque()
         """What the workers were given and have not returned yet."""
         self._number = -1
+        leaves_out = "; data.check=true lists all such samples, and data.exclude=<list> leaves them out"
+        self._advice = leaves_out if hasattr(dataset, "name_of") else ""
         loader = DataLoader(
             cast(Any, Seeded(dataset, getattr(keys, "seed", 0), puts_back=not num_workers)),
             batch_sampler=cast(Any, _noted(keys, self._ahead)),
@@ -308,7 +310,8 @@ class Batches:
         except RunError as error:
             self.close()
             # torch puts the worker's traceback before the message.
-            raise RunError(str(error).strip().rpartition("RunError: ")[2]) from error
+            said = str(error).strip().rpartition(f"{type(error).__name__}: ")[2]
+            raise RunError(said + self._advice * isinstance(error, BadSample)) from error
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amp_core.config.checks import brain_files, images_below, masked_images, photographs
-from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.errors import BadSample, ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
 from amp_core.data.decode import read_image, read_integers
@@ -258,7 +258,7 @@ class MaskFiles:
         image = read_image(image_path, image_path)
         mask = Image.fromarray(_values(mask_path)) if mask_path else Image.new("L", image.size)
         if image.size != mask.size:
-            raise RunError(
+            raise BadSample(
                 f"the mask {mask_path} has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}; "
                 f"expected the same"
             )
@@ -289,7 +289,7 @@ def _values(path: str) -> Pixels:
     meaning[stored != values] = 2  # more than 8 bits
     if (meaning == 2).any():
         strange = values[meaning == 2][0]
-        raise RunError(
+        raise BadSample(
             f"the mask {path} has a pixel of {strange}; expected 0, 255 (or 1) for the mask, and 128 for pixels that "
             f"do not count"
         )

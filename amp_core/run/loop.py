@@ -161,6 +161,8 @@ class Loop:
             return
         if self.step >= self.num_steps and is_finished(self):
             return
+        if self.step > self.num_steps:
+            notes.append(f"nothing to train: {self.step} steps are done, {self.num_steps} were asked for")
         self.env.folder.begin()
         self._log = open_log(self, notes, warnings)
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}

@@ -53,12 +53,16 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         )
     if sound("device", "layout", "amp", "debug"):
         _check_devices(cfg, problems, warnings)
-        several = os.environ.get("RANK", "").isdigit() and os.environ.get("WORLD_SIZE", "1") not in ("0", "1")
-        if several and not launched() and cfg.layout.name not in ONE_PROCESS and cfg.layout.nnodes in (1, "1"):
-            problems.append(
-                f"RANK={os.environ['RANK']}: was not set by torchrun, so each process would be a run of its own; start "
-                f"them with torchrun or layout.nproc_per_node={os.environ['WORLD_SIZE']}, or unset RANK"
-            )
+        if not launched() and cfg.layout.nnodes in (1, "1"):
+            # Without a rank WORLD_SIZE may say what layout.nproc_per_node does.
+            several = "" if "RANK" in os.environ or cfg.layout.name in ONE_PROCESS else str(num_processes(cfg))
+            expected = {"WORLD_SIZE": ("", "1", several), "RANK": ("", "0"), "LOCAL_RANK": ("", "0")}
+            problems += [
+                f"{name}={os.environ[name]}: was not set by torchrun, so each process would be a run of its own; start "
+                f"them with torchrun or layout=ddp layout.nproc_per_node=<number>, or unset {name}"
+                for name, values in expected.items()
+                if os.environ.get(name, "") not in values
+            ][:1]
     if sound("device", "perf") and cfg.perf.compile is not None:
         _check_compiler(cfg, problems)
     if sound("optimizer"):

@@ -203,7 +203,7 @@ def _read(path: str, net: nn.Module) -> dict[str, Any]:
     except NoCheckpoint as problem:
         inside = sorted(file.name for file in place.glob("*") if file.suffix in SUFFIXES)
         hint = f"; expected {_EXPECTED}, such as {place / inside[0]}" if inside else ""
-        raise ConfigError(f"{problem}{hint}") from problem
+        raise NoCheckpoint(f"{problem}{hint}") from problem
     except Exception as problem:  # torch.load raises a dozen kinds for bytes that are no checkpoint
         raise ConfigError(f"model.weights={path}: {why_unreadable(problem)}; expected {_EXPECTED}") from problem
     if isinstance(contents, dict):

@@ -430,15 +430,26 @@ RANKS |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "GROUP_WORLD_SIZE"
         ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: expected a whole number from 1 to 65,535"),
         ({"MASTER_PORT": "9" * 5000}, "MASTER_PORT=999"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR: is not set"),
-        ({"TORCHELASTIC_RUN_ID": None}, "RANK=0: was not set by torchrun"),
+        ({"TORCHELASTIC_RUN_ID": None}, "WORLD_SIZE=2: was not set by torchrun"),
+        (dict.fromkeys(RANKS) | {"RANK": "1"}, "RANK=1: was not set by torchrun"),
+        (dict.fromkeys(RANKS) | {"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc: was not set by torchrun"),
+        (dict.fromkeys(RANKS) | {"LOCAL_RANK": "1"}, "LOCAL_RANK=1: was not set by torchrun"),
     ],
 )
+@pytest.mark.parametrize("layout", ["single", "ddp"])
 def test_variables_of_torchrun_that_are_wrong_are_named_before_anything_starts(
-    changed, said, own_folder, monkeypatch, capsys
+    changed, said, layout, own_folder, monkeypatch, capsys
 ):
     for name, value in (RANKS | changed).items():
         monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
-    assert said in refuse(["layout=ddp", "device=cpu"], capsys, own_folder)
+    assert said in refuse([f"layout={layout}", "device=cpu"], capsys, own_folder)
+
+
+@pytest.mark.parametrize("given", [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0"}, {"WORLD_SIZE": "1"}, {"RANK": ""}])
+def test_variables_of_one_process_are_no_mistake(given, own_folder, monkeypatch):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert train.checked(["device=cpu"])[0].layout.name == "single"
 
 
 @pytest.mark.parametrize("machines, here", [(None, "4"), ("1", "4"), ("2", "2"), ("4", "1")])

@@ -108,8 +108,10 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(capsys):
         run("run_dir=a", f"steps={steps}")
         assert "already finished" in capsys.readouterr().out or steps == 3
         assert not differing(before, state(folder))
-    (folder / "summary.json").unlink()  # killed between the last checkpoint and its summary
-    run("run_dir=a", "steps=4")
+    for steps in (3, 4):
+        (folder / "summary.json").unlink()  # killed between the last checkpoint and its summary
+        run("run_dir=a", f"steps={steps}")
+        assert ("nothing to train: 4 steps are done, 3 were" in capsys.readouterr().out) == (steps == 3)
     assert summary(folder)["status"] == "finished" and summary(folder)["eval"] == expected
     run("run_dir=a", "steps=6")
     assert state(folder)["progress"]["step"] == 6

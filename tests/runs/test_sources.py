@@ -41,7 +41,7 @@ NAMED = {
     "task=evaluate resume={}": 3,
     "task=predict resume={}": 3,
     "recipe=distillation recipe.teacher={}": 3,
-    "model.weights={}": 2,
+    "model.weights={}": 3,
 }
 PLACES = {"begun": "the run has saved no checkpoint yet", "other": "holds neither a run nor a checkpoint"}
 
@@ -59,6 +59,14 @@ def test_a_place_without_a_checkpoint_says_why_in_the_same_words(setting, place,
     prefix = f"{key}=" if key in ("recipe.teacher", "model.weights") else ""
     assert said.startswith(f"error: {prefix}{place}: {PLACES[place]}") and said.count("\n") == 1
     assert "damaged" not in said and sorted(path.name for path in Path().iterdir()) == ["begun", "other"]
+
+
+@pytest.mark.parametrize("setting", NAMED)
+def test_a_place_that_does_not_exist_is_a_mistake_of_the_command_line(setting, own_folder, capsys):
+    assert train.main([*RUN, "steps=1", *setting.format("nosuch").split()]) == 2
+    key = setting.split()[-1].removesuffix("={}")
+    assert f"error: {key}=nosuch: there is no such file or folder" in capsys.readouterr().err
+    assert not [*Path().iterdir()]
 
 
 HOLDS = {  # what a folder holds that a run is started in -> what is said of it
