@@ -393,7 +393,7 @@ def _stays_finite(trainer: Trainer, draw: random.Random, mode: str, clip: float 
         trainer.run(task, lambda view: seen.append(see(view)))
     except Exception:
         if len(seen) == 1 and float(nets[-1].weight) == seen[0].weight == -mean(first):
-            return  # said aloud, before the step
+            return  # reported before the step
         raise
     expect("the weight after a NaN", seen[1].weight, seen[0].weight)
     expect("the weight after the next window", seen[2].weight, -mean(first) - mean(last))

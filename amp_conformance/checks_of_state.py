@@ -66,7 +66,7 @@ def the_scale_has_a_smallest_value_or_an_error(trainer: Trainer, draw: random.Ra
     except NotOffered:
         raise
     except Exception:
-        return  # said aloud
+        return  # reported
     if not scale_of(seen) >= 1:
         raise Failed(f"after 24 overflows the loss scale is {scale_of(seen):.3g} and nothing was raised")
 

@@ -1,4 +1,4 @@
-"""Runs checks: each in processes of its own, with a limit of time."""
+"""Runs checks: each in its own processes, with a time limit."""
 
 from __future__ import annotations
 

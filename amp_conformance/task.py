@@ -49,7 +49,7 @@ class Task:
         growth_interval: clean windows before the loss scale doubles.
         max_scale: the loss scale never grows beyond this; None: as the trainer does.
         weighted: a sample counts the same whichever micro-batch or rank it is in, also where their sizes differ.
-        load: a path that `View.save` wrote to, to go on from.
+        load: a path that `View.save` wrote to, to resume from.
         done: whole epochs that were made before the save; the trainer continues with `epochs[done]`. Where it has to go
             on within that epoch it must know by itself.
         ranks: processes of the group that the trainer joins; this process is one of them (RANK, WORLD_SIZE,
@@ -165,7 +165,7 @@ class Trainer(Protocol):
 
     Attributes:
         name: for the table.
-        package: the distribution whose version is told; None: torch's.
+        package: the distribution whose version is shown; None: torch's.
         configuration: one sentence: how it is set up, the best that it permits.
         documentation: where that is described.
     """

@@ -176,7 +176,7 @@ def need(feature: str, *names: str) -> None:
 
 
 def log_missing() -> None:
-    """Log what was missing so far, and from now on at once. Called when the log is open."""
+    """Log the names missing so far, and later ones as they are met. Called when the log is open."""
     global _told
     _told = set() if _told is None else _told
     for name in [name for name in _missing if name not in _told]:
@@ -275,7 +275,7 @@ def storage_of(tensor: Tensor) -> int:
     """A number that tensors of the same memory share, also on the meta device.
 
     Raises:
-        NotImplementedError, RuntimeError: the tensor has no storage of its own: sparse, or a wrapper.
+        NotImplementedError, RuntimeError: the tensor has no storage: sparse, or a wrapper.
     """
     return _identity_of(tensor.untyped_storage()) or id(tensor)
 

@@ -3,7 +3,7 @@
 torchvision's wheel is built against one build of torch. Beside another one (the usual wheel from PyPI beside a CPU-only
 torch) its shared library does not load, and `import torchvision` fails with `operator torchvision::nms does not exist`:
 it registers shape rules for two operators that were never declared. Declaring those two is enough. Models, data sets
-and transforms do not need the operators; whoever calls `torchvision.ops.nms` still gets torchvision's own error.
+and transforms do not need the operators; a call of `torchvision.ops.nms` still raises torchvision's own error.
 """
 
 from __future__ import annotations

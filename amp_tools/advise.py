@@ -75,7 +75,7 @@ class Op:
     groups: int = 1
     """Of a convolution."""
     is_blocking: bool = False
-    """A copy between host and device that was not asked to go on in the background."""
+    """A blocking copy between host and device."""
 
     @property
     def is_product(self) -> bool:

@@ -106,7 +106,7 @@ def verify_pairs(vectors: NDArray[np.float64], same: NDArray[np.bool_], far: flo
 
 def verify_run(run: Path, bins: list[Path], device: str = "cpu") -> dict[str, dict[str, float]]:
     """The metrics of a run of recipe=face_recognition, of its average if it has one, on each file."""
-    # Before the network: a damaged file is found at once.
+    # Before the network: a damaged file is found first.
     sets = {str(path.with_suffix("")): read_bin(path) for path in bins}
     cfg = build(read(run)["config"])
     if cfg.recipe["name"] != "face_recognition":

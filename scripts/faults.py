@@ -153,7 +153,7 @@ def violations(columns: dict[str, int]) -> str:
 
 
 def write_table(page: Path, rows: list[dict], how: str) -> None:
-    """Put the counts between the two marks of the page, beside the promises that stand there."""
+    """Write the counts between the two marks of the page; its promises stay."""
     head, rest = page.read_text().split(BEGIN)
     old, tail = rest.split(END)
     promises = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", old, re.MULTILINE))

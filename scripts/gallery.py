@@ -1,4 +1,4 @@
-"""The pictures of docs/GALLERY.md, each from short runs of its own on one core of a CPU.
+"""The pictures of docs/GALLERY.md, each from its own short runs on one core of a CPU.
 
     python scripts/gallery.py                     # all, some minutes
     python scripts/gallery.py samples masks       # some

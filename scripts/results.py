@@ -5,8 +5,8 @@
     python scripts/results.py --list                     which are recorded, and how long they took
     python scripts/results.py --write                    only the pages, from the record
 
-An experiment is a file in conf/experiment with a place for its result. It is run as a sweep into a folder of its own
-below multirun/results, so that finished runs stay and an interrupted one resumes; remove the folder to measure anew.
+An experiment is a file in conf/experiment with a place for its result. It is run as a sweep into its own folder
+below multirun/results, so that finished runs stay and an interrupted one resumes; remove the folder to measure again.
 An experiment that compares modes (parity_*, losing_*) gets more seeds in its file while the verdict of
 scripts/report.py is "not settled", up to 40. The record is docs/results.json. From it come the agreement of
 modes in README.md, the tables of docs/SWEEPS.md and the result in the header of each experiment; a test compares them.
@@ -77,7 +77,7 @@ def main() -> int:
         record = load() | {name: collect(name)}  # others may have written meanwhile
         write_text(RECORD, json.dumps(dict(sorted(record.items())), indent=1, ensure_ascii=False) + "\n")
     more = [name for name in names if not flags.write and name not in failed and add_seeds(name, record[name])]
-    # In a process of its own: one process reads the file of an experiment once.
+    # In a new process: one process reads the file of an experiment once.
     if more and subprocess.run([sys.executable, __file__, "--jobs", str(flags.jobs), *more]).returncode:
         failed += more
     record = load()

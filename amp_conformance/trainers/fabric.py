@@ -18,7 +18,7 @@ logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
 
 class Fabric:
-    """Fabric in a loop of one's own."""
+    """Fabric in a custom loop."""
 
     name = "Fabric"
     package: str | None = "lightning"

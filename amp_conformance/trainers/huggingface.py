@@ -68,7 +68,7 @@ class _Callback(transformers.TrainerCallback):  # type: ignore[misc]
 
 
 class HuggingFace:
-    """transformers.Trainer with a loss of its own."""
+    """transformers.Trainer with a custom loss."""
 
     name = "HF Trainer"
     package: str | None = "transformers"

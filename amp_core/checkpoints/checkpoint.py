@@ -224,7 +224,7 @@ class Checkpoint:
         self._preparation = self._writer.submit(self._copies.prepare, list(wanted.values()))
 
     def wait(self) -> None:
-        """Waits until what `save` does in the background is done. Returns at once where nothing is.
+        """Waits for a background `save`; a no-op without one.
 
         To be called at the end, on every rank: only this and the next `save` raise SaveError if it was not written.
         """

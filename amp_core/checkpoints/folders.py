@@ -135,7 +135,7 @@ def _reading(path: Path) -> Iterator[None]:
 def stream(path: Path, begin: bytes, parts: Iterable[tuple[int, Any]], sha256: str) -> None:
     """Reads a file once: it has to begin with `begin`, and to have this SHA-256 in hex, which is known at the end.
 
-    `parts` are the sizes of what follows, and who takes it: in memory of its own, before it is verified.
+    `parts` are the sizes of what follows, and who takes it: into separate memory, before it is verified.
     """
     digest = hashlib.sha256()
 

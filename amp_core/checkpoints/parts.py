@@ -151,7 +151,7 @@ def save_trained_alone(net: nn.Module) -> None:
 
 
 def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
-    """The state to save, with full tensors; collective where tensors are sharded. `keep`: false if nobody needs it."""
+    """The state to save, with full tensors; collective if sharded. `keep`: false on ranks that only take part."""
     if isinstance(part, Optimizer) and (layout := state_layout(part)) is not None:
         state = layout.full_state(part, keep=keep)
     elif is_zero(part):

@@ -1,6 +1,6 @@
 """Tensors in shards over several files: the table of what lies where, the files, and reading what a rank needs.
 
-The table stands in the manifest of a checkpoint. The files are safetensors, which any reader of that format opens; here
+The table is in the manifest of a checkpoint. The files are safetensors, which any reader of that format opens; here
 the headers are recomputed from the table and compared, byte for byte.
 """
 
@@ -40,7 +40,7 @@ class Shard:
 class Entry:
     """A tensor of the table."""
 
-    paths: tuple[StatePath, ...]  # where it stands in the state: more than one if it is shared
+    paths: tuple[StatePath, ...]  # where it is in the state: several if it is shared
     dtype: torch.dtype
     shape: tuple[int, ...]
     dim: int  # the sharded one

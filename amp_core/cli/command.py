@@ -46,9 +46,9 @@ def limit_spinning() -> None:
     """Let OpenMP's threads sleep when they have waited for 0.1 ms, in this process and in those that it starts.
 
     By default they spin for much longer. Where another process holds one of the cores, each parallel region then waits
-    until the scheduler takes a spinning thread away, so that a run takes many times as long. Sleeping at once would
+    until the scheduler takes a spinning thread away, so that a run takes many times as long. Sleeping immediately would
     cost a small network half of its speed on an idle machine. GNU's OpenMP reads the count of spins; others read the
-    policy alone, and sleep at once. Nothing happens if torch is imported already, or the environment says how to wait.
+    policy alone, and sleep immediately. A no-op if torch is imported already, or the environment sets how to wait.
     """
     if "torch" not in sys.modules and not _WAITING.keys() & os.environ.keys():
         os.environ.update({name: value for name, value in _WAITING.items() if value is not None})
@@ -69,7 +69,7 @@ def answering(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 
 def say_error(refused: RunError) -> None:
-    """Print every problem on a line of its own; nothing where another rank says it."""
+    """Print each problem on its own line; nothing where another rank prints it."""
     if problems := getattr(refused, "problems", str(refused).splitlines()):
         lines = [shown(redact_typed(problem)) for problem in problems[:MOST_LINES]]
         lines = [line if len(line) < LONGEST else f"{line[:LONGEST]}..." for line in lines]

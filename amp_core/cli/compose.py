@@ -98,7 +98,7 @@ def check_config_dirs() -> None:
 
 
 def search_path() -> list[str]:
-    """How Hydra is told of the user's own folders."""
+    """Hydra's arguments for the user's own folders."""
     own = [quoted_value(f"file://{folder}") for folder in config_dirs()[1:]]
     return [f"hydra.searchpath=[{','.join(own)}]"] if own else []
 
@@ -286,7 +286,7 @@ def _find_target(values: Any) -> str | None:
 
 
 def one_line(problem: BaseException) -> str:
-    """What Hydra or OmegaConf said: what to type instead, or their words without what is only about their insides."""
+    """An error of Hydra or OmegaConf as what to type instead, or in their words without internals."""
     text = str(problem)
     if isinstance(problem, RecursionError):
         return "the settings are nested too deeply; expected a few levels"
@@ -310,7 +310,7 @@ def one_line(problem: BaseException) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What a sweep will do, as far as it can be told before it begins."""
+    """What a sweep will do, as far as it is known before the start."""
 
     dir: str
     sweeper: str

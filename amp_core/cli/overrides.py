@@ -380,7 +380,7 @@ def _tried(text: str, sound: list[str], before: list[str], problems_of: Problems
             return texts
         more = [more for problem in problems for more in re.findall(r"\buse ([\w.]+=\w+)", problem)]
         if not more or more[0].startswith(f"{text.partition('=')[0]}=") or more[0] in texts:
-            return None  # the last resort of device=cuda is device=cpu: nobody meant that
+            return None  # device=cuda would fall back to device=cpu, which is not meant
         texts = [more[0], *(text for text in texts if text.partition("=")[0] != more[0].partition("=")[0])]
     return None
 

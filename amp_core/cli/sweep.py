@@ -27,7 +27,7 @@ from amp_core.run.lines import write_json, write_text
 from amp_core.run.terminal import tinted
 
 PARENT = "AMP_RECIPES_PARENT"
-"""Environment variable of a job in a process of its own: the process id of who started it."""
+"""Environment variable of a job in its own process: the process id of its parent."""
 POLL_SECONDS = 0.1
 
 
@@ -129,7 +129,7 @@ def stopping(sweep_dir: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# --- a job in a process of its own ------------------------------------------------------------------------------------
+# --- a job in its own process -----------------------------------------------------------------------------------------
 
 
 def run_apart(
@@ -180,7 +180,7 @@ def run_apart(
         for reader in readers:
             reader.join(timeout=5.0)
     if parent not in (None, os.getppid()):
-        os._exit(143)  # nobody waits for this process any more, and joblib's would idle for minutes
+        os._exit(143)  # no parent is left, and joblib's worker would idle for minutes
     if process.returncode < 0:
         return 1, f"killed by {signal.Signals(-process.returncode).name}"
     if process.returncode == 0:

@@ -195,7 +195,7 @@ def _check_parts(
 
 
 def _check_classes(root: Path) -> Iterator[str]:
-    """Stops at the first image of each part, so that a large data set is checked at once."""
+    """Stops at the first image of each part, so that a large data set is checked quickly."""
     for part in ("train", "val"):
         classes = class_names(root / part)
         if not classes:

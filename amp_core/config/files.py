@@ -33,7 +33,7 @@ _ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 
 
 def kind_of(path: Path) -> str:
-    """What stands there, itself and not what a link leads to: "a file", "a folder", "a pipe"; "" for nothing."""
+    """What a path is, without following links: "a file", "a folder", "a pipe"; "" if it does not exist."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:
@@ -111,7 +111,7 @@ def why_not_yaml(path: Path) -> str | None:
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
-        """Nodes, those behind an alias as often as it stands there."""
+        """Nodes; those behind an alias count once per use."""
         if id(node) not in sizes:
             sizes[id(node)] = OWN_YAML_FILE + 1  # of an alias of what it is in
             inside = node.value if isinstance(node.value, list) else ()
@@ -206,7 +206,7 @@ def is_own_link(path: Path) -> bool:
 
 
 def write_whole(path: Path, *data: bytes | bytearray | memoryview) -> None:
-    """Writes a file whole or not at all, in place of whatever stands there; on disk when this returns (OSError)."""
+    """Writes a file atomically, replacing whatever is there; on disk when this returns (OSError)."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{os.urandom(8).hex()}")
     try:
         write_file(temporary, *data)
@@ -220,7 +220,7 @@ def write_whole(path: Path, *data: bytes | bytearray | memoryview) -> None:
 
 
 def write_file(path: Path, *data: bytes | bytearray | memoryview) -> None:
-    """Writes a new file and brings its data to disk, not its name. FileExistsError: anything stands there."""
+    """Writes a new file and syncs its data, not its name. FileExistsError: the path exists."""
     with opened(path.parent) as folder:
         descriptor = os.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
     try:
@@ -243,7 +243,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes what stands there; a folder with all that is in it, a link as a link."""
+    """Removes a path: a folder with its content, a link without its target."""
     with opened(path.parent) as folder:
         _remove(path.name, folder)
 

@@ -26,7 +26,7 @@ from amp_core.config.files import visible
 
 MASK = "***"
 LEAST = 8
-"""Shorter values cannot be told from words."""
+"""Shorter values are indistinguishable from words."""
 _WORDS = r"api_?keys?|passwords?|passwd|passphrase|credentials?"
 _NAME = re.compile(
     rf"({_WORDS}|secret|token|(^|[_.+~-])(key|pat|pass|auth|cookie|webhook(_url)?|sig|signature|sas)|_pwd|sshpass|_key_?id)"
@@ -148,7 +148,7 @@ def _is_path(value: str) -> bool:
 @functools.lru_cache(maxsize=32)
 def _of_known(known: tuple[str, ...]) -> re.Pattern[str]:
     """Finds secrets as they are, and as JSON, YAML, HTML, a shell, Python and URLs write them."""
-    # Each line of a secret is one: whoever writes several indents them.
+    # Each line of a secret is a secret: printed over several lines it may be indented.
     lines = {
         line for secret in known for one in (secret, unquote(secret)) for line in (one, *re.split(r"\\n|\s*\n", one))
     }

@@ -357,7 +357,7 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
     return notes
 
 
-# --- may a run go on with other settings? -----------------------------------------------------------------------------
+# --- may a run resume with other settings? ----------------------------------------------------------------------------
 
 MAY_CHANGE = {
     "log", "layout", "device", "amp", "doctor", "perf", "checkpoint", "debug", "task", "predict_on", "dry_run",

@@ -90,7 +90,7 @@ class Paths:
 
 
 class Chosen:
-    """The samples of a data set of files that `data.exclude` does not name, and what is to be said about the files."""
+    """The samples of a data set of files that `data.exclude` does not name, and notes about the files."""
 
     def __init__(self, cfg: DataConfig) -> None:
         self._cfg, self.skipped = cfg, Skipped()

@@ -134,7 +134,7 @@ class Diagnosis:
     """Modules that the fix keeps in fp32."""
     healed: bool = False
     in_python: bool = False
-    """The window is of a program of its own, which takes no overrides."""
+    """The window belongs to another program, which takes no overrides."""
     skips: dict[str, dict[str, int]] = field(default_factory=dict)
     """So far, by optimizer (an empty name if there is only one): skipped steps, and losses that were non-finite on any
     rank. A skip with a finite loss comes from the backward pass or the loss scale."""
@@ -188,7 +188,7 @@ class Diagnosis:
             those = "on this batch" if self.in_python else "from this one on"
             span = f"for {fix.steps} steps {those}" if fix.steps > 1 else "for this window"
             mark = {True: f" (tried: finite {span})", False: " (tried: not enough)", None: ""}
-            # Settings stand in brackets.
+            # Settings are in brackets.
             text = re.sub(r" \((?:optimizer\.lr|\w+=[^()]*)\)", "", fix.text) if self.in_python else fix.text
             lines.append(f"  -> {text}{mark[fix.verified]}")
             if change := fix.python if self.in_python else fix.override:

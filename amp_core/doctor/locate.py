@@ -85,7 +85,7 @@ class Doctor:
         self._lost: dict[str, str] = {}
         """Operations that no trace could follow, and why."""
         self.plain: PlainLoop | None = None
-        """The window, if it is of a program of its own."""
+        """The window, if it belongs to another program."""
 
     def remember(self, *generators: torch.Generator) -> None:
         """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB.
@@ -150,7 +150,7 @@ class Doctor:
                         diagnosis.fixes[i] = dataclasses.replace(fix, python=python)
             return diagnosis
         finally:
-            search.close()  # also where the step raises: nothing may go on watching
+            search.close()  # also where the step raises: no hook may stay
             loop.restore()
             self.plain = None
 
@@ -272,7 +272,7 @@ class Doctor:
         """As `replay`, with finite numbers in the tensors that are named."""
         with replay(**how) as (rehearsal, window), contextlib.ExitStack() as changed:
             for name, tensor in self._tensors(window).items():
-                if name in names:  # a variance of 0 would be a fault of its own
+                if name in names:  # a variance of 0 would be another fault
                     changed.enter_context(with_finite(tensor, float(name.endswith("running_var"))))
             yield rehearsal, window
 

@@ -55,7 +55,7 @@ class Call:
 # --- the schema -------------------------------------------------------------------------------------------------------
 
 
-@functools.cache  # torch makes a schema anew each time
+@functools.cache  # torch builds a schema on each access
 def _arguments(func: Any) -> list[tuple[str, bool]]:
     """Names of an operation's arguments, and whether it writes to them."""
     return [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in func._schema.arguments]

@@ -1,4 +1,4 @@
-"""A window of any training loop computed without a trace: told of, not stepped, and everything put back."""
+"""Run a window of any training loop without a trace: observed, not stepped, and all state restored."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ class PlainLoop:
             try:
                 yield
             finally:
-                for scaler in scalers:  # a window that ended early has not told it that its step is over
+                for scaler in scalers:  # a window that ended early did not end its step
                     update(scaler, scaler.get_scale())
 
     def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:

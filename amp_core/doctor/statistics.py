@@ -115,7 +115,7 @@ class Statistics(Observer):
         lost = ((values > 0) & (values <= LOST)).sum()
         if scale is not None:
             largest, values = largest / scale.to(values.device), values / scale.to(values.device)
-        # The stored exponent, with a bin of its own for 0. Integer sums do not depend on order.
+        # The stored exponent; 0 has its own bin. Integer sums do not depend on order.
         place = torch.where(values != 0, (values.view(torch.int32) >> 23) + 1, 0)
         counts = torch.zeros(_NUM_PLACES, dtype=torch.int64, device=values.device)
         counts.index_add_(0, place, torch.ones_like(place, dtype=torch.int64))

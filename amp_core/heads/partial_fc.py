@@ -56,7 +56,7 @@ def cosface(cosine: Tensor, margin: float) -> Tensor:
 
 
 MARGINS: dict[str, Callable[[Tensor, float], Tensor]] = {"arcface": arcface, "cosface": cosface}
-"""Functions of the cosine between a sample and the centre of its own class."""
+"""Functions of the cosine between a sample and the centre of its class."""
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tu
 
 
 def trained_in_16_bits(model: nn.Module) -> str:
-    """What is wrong with weights that are trained and stored in 16 bits; "" if there are none."""
+    """What is wrong with weights that are trained and stored in 16 bits; "" without such weights."""
     low = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in _HALF]
     problem = (
         f"{', '.join(low[:3])}{', ...' if low[3:] else ''} are trained and stored in 16 bits: updates below half of "

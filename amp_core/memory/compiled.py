@@ -191,7 +191,7 @@ BACKWARD = 'torch._functorch.config.backward_pass_autocast = "off"'
 
 @contextlib.contextmanager
 def backward_outside_autocast() -> Iterator[None]:
-    """Compile anew inside, as with `BACKWARD`, and again afterwards."""
+    """Recompile inside, as with `BACKWARD`, and again afterwards."""
     torch.compiler.reset()
     try:
         with find("torch._functorch.config").patch(backward_pass_autocast="off"):

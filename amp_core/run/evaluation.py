@@ -40,7 +40,7 @@ class Evaluation:
         self.where = ""
         """Where metrics became non-finite while training is finite; empty: nowhere."""
         self.asked = 0
-        """Why the last one was stopped: what `Stop.poll` said."""
+        """Why the last one was stopped: what `Stop.poll` returned."""
 
     def run(self, step: int) -> bool:
         """Evaluate; false if a signal or the time limit stopped it between two batches."""

@@ -49,7 +49,7 @@ STANDSTILL_SECONDS = 10
 """How long a rank may be stopped by SIGSTOP when the run was asked to end."""
 
 BEREFT_SECONDS = 5
-"""How long ranks may run after one of them ended early. gloo notices that at once or not at all."""
+"""How long ranks may run after one of them ended early, which gloo notices immediately or never."""
 
 CUT_OFF_SECONDS, LOOK_SECONDS = 20.0, 5.0
 """How long the rendezvous endpoint may be silent when no worker is left on this machine, and how often it is probed."""
@@ -91,7 +91,7 @@ def in_process(job: Job, run: Run) -> Outcome:
             return Outcome(0, result, signalled=exit_code_of(env.stop.code) if env.stop.code != TIME_LIMIT else 0)
     except (Exception, KeyboardInterrupt) as problem:
         code, _ = outcome_of(problem)
-        if isinstance(problem, Interrupted):  # the log has said so
+        if isinstance(problem, Interrupted):  # already logged
             return Outcome(code, {}, signalled=code if problem.by_signal else 0, is_alone=problem.__cause__ is not None)
         if isinstance(problem, RuntimeError) and "DataLoader worker (pid" in str(problem):
             # torch's handler of SIGCHLD raises it wherever this process is, such as in a save.

@@ -129,7 +129,7 @@ def _key(line: bytes) -> tuple[str, int] | None:
 
 
 class LineFile:
-    """Appends whole lines, each with one write; the first failure is said, and later lines are tried again."""
+    """Appends whole lines, each with one write; the first failure is logged, and later lines are tried again."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self.path = path

@@ -5,7 +5,7 @@ Nothing here stops or stalls training: a full disk, a missing package, an unreac
 On the terminal, messages (`info`) go to stdout, because the results of a run are among them; progress and warnings go
 to stderr. Rank 0 writes everything; the other ranks only send their warnings to stderr.
 
-wandb runs in a process of its own (this file, started as a script), fed through a pipe that never blocks. In the
+wandb runs in its own process (this file, started as a script), fed through a pipe that never blocks. In the
 training process it would patch `sys.exit`, hook the interpreter's exit and start threads that forked data loaders
 inherit, and a call that hangs could only be abandoned. A process can be killed, and wandb's service ends with it.
 If training is killed, the process sees the end of its input and finishes the run.
@@ -113,7 +113,7 @@ class Log:
         """
         if not self._is_main or self._is_closed:
             return
-        with contextlib.suppress(OSError):  # said at the first line
+        with contextlib.suppress(OSError):  # reported at the first line
             self._statistics_file.path.parent.mkdir(exist_ok=True)
         self._statistics_file.append(dumps(line))
         numbers = {

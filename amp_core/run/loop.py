@@ -381,7 +381,7 @@ class Loop:
             return
         try:
             self.checkpoint.wait()
-        except Exception as problem:  # the run is ending, perhaps with an error of its own
+        except Exception as problem:  # the run is ending, perhaps with another error
             logger.warning("%s", problem)
 
     def summarise(self) -> None:

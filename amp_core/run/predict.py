@@ -35,7 +35,7 @@ from amp_core.tensors import unwrap
 
 
 def with_data(cfg: Config) -> Config:
-    """The configuration of a prediction; where its training data is not there, the files to predict stand in for it."""
+    """The configuration of a prediction; without its training data, the files to predict replace them."""
     if not lacks_data(cfg):
         return cfg
     _images_of(cfg.predict_on or "")

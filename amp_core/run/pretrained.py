@@ -82,7 +82,7 @@ def _default(name: str) -> str | None:
 def _resumes(cfg: Config, run_dir: str | Path | None) -> bool:
     if cfg.resume not in ("auto", "last", "never"):
         return True
-    run_dir = run_dir or cfg.run_dir  # an evaluation has no run folder of its own
+    run_dir = run_dir or cfg.run_dir  # an evaluation writes to no run folder
     return run_dir is not None and holds_checkpoint(run_dir)
 
 

@@ -108,6 +108,6 @@ def _end_without_launcher(has_met: threading.Event) -> None:
 
 
 def others_start_again() -> bool:
-    """Whether the agents of other machines go on from the last checkpoint when this one's workers end."""
+    """Whether the agents of other machines resume from the last checkpoint when this one's workers end."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     return launched() and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and restarts > 0

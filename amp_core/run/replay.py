@@ -26,7 +26,7 @@ def indices_of(loop: Loop, step: int, rank: int) -> list[list[int]]:
 
 
 def window_of(loop: Loop, step: int) -> list[MicroBatch]:
-    """The window of a step, loaded anew. On every rank."""
+    """The window of a step, loaded again. On every rank."""
     return loop.feed.window_at(first_sample(loop, step))
 
 
@@ -62,7 +62,7 @@ def trying(loop: Loop, step: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def rerun_step(loop: Loop, window: list[MicroBatch] | None = None) -> Iterator[list[MicroBatch]]:
-    """Around a computation of the next step's window, loaded anew if not given: takes the step, without metrics."""
+    """Context for computing the next step's window, loaded if not given: takes the step, without metrics."""
     window = window or window_of(loop, loop.step + 1)
     loop.is_replay = True
     try:

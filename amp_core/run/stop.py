@@ -52,7 +52,7 @@ class Stop:
     def is_asked(self) -> bool:
         """Whether this rank asks to stop.
 
-        KeyboardInterrupt: at once. What the signal raised may have been lost, in a callback of the interpreter.
+        KeyboardInterrupt: immediately. The signal's own exception may have been lost in a callback of the interpreter.
         """
         if self._is_twice:
             raise KeyboardInterrupt
@@ -61,7 +61,7 @@ class Stop:
         return bool(self.code)
 
     def poll(self) -> int:
-        """Called by all ranks equally often. Returns the agreed reason to stop, 0 to go on."""
+        """Called by all ranks equally often. Returns the agreed reason to stop, 0 to continue."""
         self.is_asked()
         if self._parent is not None and not self.code and os.getppid() != self._parent:
             # The agent was killed: training would continue without a terminal and hold the run folder.
@@ -109,7 +109,7 @@ class Stop:
     def on_signal(self, number: int, frame: object) -> None:
         for each in self._arrivals(number):
             if self._is_signalled and each == signal.SIGINT:
-                # Ctrl-C after any first signal: stop at once.
+                # Ctrl-C after any first signal: stop immediately.
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 self._is_twice = True
                 raise KeyboardInterrupt

@@ -60,7 +60,7 @@ class TensorBoard:
                 logger.warning("tensorboard is switched off after %d failures: %s", MAX_FAILURES, error)
 
     def poll(self) -> None:
-        """A no-op: its writer has a thread of its own."""
+        """A no-op: its writer has its own thread."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
         if self._num_failures < MAX_FAILURES:
@@ -98,7 +98,7 @@ class Wandb:
             "argv": sys.argv,
             "pid": os.getpid(),
         }
-        # A session of its own: Ctrl-C reaches only the training, which closes the run in order.
+        # In its own session: Ctrl-C reaches only the training, which closes the run in order.
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", os.path.abspath(__file__)],
             stdin=subprocess.PIPE,

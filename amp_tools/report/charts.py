@@ -31,7 +31,7 @@ _MOST_STRIPS = 60
 """Places of a picture of lines that have a text for the pointer."""
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 COLOURS = ("#3d4451", "#0072b2", "#d55e00", "#009e73", "#a0408f", "#8a6d00", "#2f7fc1", "#a33b3b")
-"""The groups' colours on white, the reference first; told apart with every kind of colour vision."""
+"""The groups' colours on white, the reference first; distinguishable with any colour vision."""
 DARK = ("#d5d9e0", "#5ab4f0", "#ff8f4d", "#2fcf9f", "#e495d2", "#e2bf4e", "#8cb8ff", "#ff8a8a")
 """The same on black."""
 INK, QUIET, GRID, PAPER = "#1d2129", "#636a76", "#e4e6ea", "#fdfdfb"
@@ -51,7 +51,7 @@ class Line:
     band: list[tuple[float, float]] = field(default_factory=list)
     """Lowest and highest seed, at the points."""
     end: Literal["", "cross", "open"] = ""
-    """A mark where it ends before its time; a curve with one is dashed and has no label of its own."""
+    """A mark where it ends early; such a curve is dashed and has no label."""
 
 
 @dataclass

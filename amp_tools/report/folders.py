@@ -4,7 +4,7 @@
         run = read_run(folder)          # .status, .config by full keys, .summary, .problems
         curves = read_curves(run)       # what metrics.jsonl says, thinned out
 
-Whatever is wrong with a folder stands in `problems`, in words. Only regular files are opened, at most so many bytes of
+`problems` lists what is wrong with a folder, in words. Only regular files are opened, at most so many bytes of
 each are read, and links to folders are not followed.
 """
 
@@ -46,7 +46,7 @@ class Run:
 
     path: Path
     status: str
-    """finished, running, stopped (says running, and nobody writes there), preempted, diverged, failed, or unknown."""
+    """finished, running, stopped (says running, and no process writes), preempted, diverged, failed, or unknown."""
     config: dict[str, Any] = field(default_factory=dict)
     """Settings by their full keys; empty when they cannot be read."""
     summary: dict[str, Any] = field(default_factory=dict)
@@ -203,7 +203,7 @@ def is_ours(run: Run) -> bool:
 
 
 def age(run: Run) -> float:
-    """Seconds since it was last written to; infinite when that cannot be told."""
+    """Seconds since the last write; infinite if unknown."""
     return time.time() - run.changed if run.changed else math.inf
 
 
@@ -280,7 +280,7 @@ class Curves:
     train: dict[str, Points] = field(default_factory=dict)
     eval: dict[str, Points] = field(default_factory=dict)
     damaged: int = 0
-    """Lines that are none of ours, such as the half of one."""
+    """Lines that this program did not write, or only half."""
     thinned: bool = False
     """Not every line of training was read."""
 

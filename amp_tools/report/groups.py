@@ -4,7 +4,7 @@
     study.headline, study.sections[0].sentences
 
 Runs that differ in nothing but the seed are a *group*. Groups that differ in nothing but what is compared (`by`, by
-default the mode) stand in one *section*, so a sweep over modes and learning rates compares the modes at each rate.
+default the mode) are in one *section*, so a sweep over modes and learning rates compares the modes at each rate.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Group:
 
     @property
     def lost(self) -> Counter[str]:
-        """How many ended in which other way, or go on."""
+        """How many ended otherwise, or still run."""
         return Counter(run.status for run in self.runs if run.status != "finished")
 
     @property
@@ -117,7 +117,7 @@ class Section:
         return found
 
     def claims(self, group: Group) -> list[tuple[str, str]]:
-        """What can be said of a group beside the reference: claims, each with its statistics."""
+        """A group compared with the reference: claims, each with its statistics."""
         difference, ratio = self.differences.get(group.label), self.ratios.get(group.label)
         return ([speed_words(ratio)] if ratio else []) + ([metric_words(difference, self.metric)] if difference else [])
 

@@ -1,4 +1,4 @@
-"""Remove runs, or checkpoints of runs, that nobody needs.
+"""Remove runs, or checkpoints of runs, that are no longer needed.
 
 Every deletion is planned first and shown; `carry_out` then takes the lock of the run folder, so that no run is writing
 there and none can begin, looks again, and removes only names that a run makes. What lies beside them stays, and so does
@@ -46,7 +46,7 @@ def plan_runs(run: Run, days: float) -> Plan | None:
     if run.status not in LOST or not _may_go(run, days):
         return None
     if any(text.startswith("summary.json: ") and text != "summary.json: is missing" for text in run.problems):
-        return None  # it is there and cannot be read: who knows what it said
+        return None  # it exists and cannot be read
     paths = [run.path / name for name in OWN if os.path.lexists(run.path / name)]
     others = sorted(set(os.listdir(run.path)) - set(OWN))
     keeps = f"stays: {', '.join(others[:4])}" + (" ..." if len(others) > 4 else "") if others else ""

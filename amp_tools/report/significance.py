@@ -1,4 +1,4 @@
-"""Statistical tests: whether two groups of runs differ, are equal, or cannot be told apart, over seeds.
+"""Statistical tests over seeds: whether two groups of runs differ, are equal, or neither can be shown.
 
 Three questions, three answers. "Better" or "worse" needs a t-test that rejects equal means. "Equal" needs more than a
 test that does not reject: the interval of the difference must lie within a margin (two one-sided t-tests). Everything
@@ -61,7 +61,7 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of two means, and what can be said of it."""
+    """The difference of two means, and the verdict on it."""
 
     group: str
     reference: str
@@ -70,7 +70,7 @@ class Comparison:
     difference: float
     """Mean of the group minus mean of the reference."""
     margin: float | None
-    """What counts as equal; None when nobody asks."""
+    """What counts as equal; None: not tested."""
     better: Literal["max", "min"] | None
     """Whether more is better; None: neither is."""
     kind: Kind = "not settled"

@@ -127,7 +127,7 @@ def sort_runs(runs: Sequence[Run], name: str) -> list[Run]:
 
 
 def cell(name: str, value: Any) -> str:
-    """A value as it stands in a table."""
+    """A value as a cell of the table."""
     if value is None:
         return "-"
     if name == "age":

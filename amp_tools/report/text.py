@@ -88,7 +88,7 @@ def left_out(study: Study) -> list[str]:
 
 
 def as_dict(study: Study) -> dict[str, Any]:
-    """Everything that is said, as plain data."""
+    """The whole report as plain data."""
     sections = []
     for section in study.sections:
         groups = []

@@ -33,7 +33,7 @@ def p_words(p: float) -> str:
 
 
 def metric_words(c: Comparison, metric: str) -> tuple[str, str]:
-    """What can be said of the metric, and the statistics behind it."""
+    """The verdict on the metric, and its statistics."""
     half = (c.high - c.low) / 2 if c.low is not None and c.high is not None else abs(c.difference)
     digits = digits_for(half)
     n = f"n = {c.counts[0]} and {c.counts[1]} seeds"

@@ -2,7 +2,7 @@
 
 The study lies in `<sweep>/optuna.journal`. What a trial tries is a function of (seed, number of the trial, trials
 before it), so a search that was killed and continued tries what an undisturbed one would have tried. A trial that had
-begun and has no result is run again with the same values, so with the same run folder: it goes on from its last
+begun and has no result is run again with the same values, so with the same run folder: it resumes from its last
 checkpoint.
 
 Hydra imports this module at every start, in a way in which annotations cannot be text; Optuna is imported when it is
@@ -201,7 +201,7 @@ class OptunaSweeper(Sweeper):
         for trial in batch:
             record = read_record(folder, folder_of[trial.number])
             if record is None or record.status in ("not started", "preempted"):
-                continue  # it goes on when the search does
+                continue  # it resumes when the search does
             trial.set_user_attr("seconds", record.seconds)
             if record.status == "finished" and record.value is not None:
                 study.tell(trial.number, record.value)

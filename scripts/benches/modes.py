@@ -1,7 +1,7 @@
 """Time and memory of every mode and recipe, in whole runs of train.py; and its share of the device's matrix peak.
 
-Each run is a process of its own, with logging, schedule and the doctor as by default, on data that is made up or ships
-with a dependency. Samples per second are those of its own metrics.jsonl, line by line, after the first few steps.
+Each run is its own process, with logging, schedule and the doctor as by default, on data that is made up or ships
+with a dependency. Samples per second are those of its metrics.jsonl, line by line, after the first few steps.
 Memory is the allocator's peak on a GPU; on a CPU by how much the process grew at its peak. Floating-point operations
 are counted, forward and backward, in another run of the same settings in fp32; the peak is that of square matrix
 products, the best of several sizes, taken in this run.
@@ -172,7 +172,7 @@ def computed_in(mode: str, device: str) -> str:
 
 @contextlib.contextmanager
 def runs(longest: float):
-    """`start(function, ...)` in a process of its own, forked from one that has imported everything and run nothing."""
+    """`start(function, ...)` in a new process, forked from one that has imported everything and run nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benches.modes", "train", "torch._dynamo", *RECIPES.values()])
 

@@ -30,7 +30,7 @@ SPREAD = (
     "aa is the relative noise: of a ratio, the far end of the interval of a second loop like the reference; of other "
     "numbers, the difference between the medians of odd and even turns"
 )
-"""What `low`, `high` and `aa` of a number mean; both stand in every file."""
+"""What `low`, `high` and `aa` of a number mean; both are in every file."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Picture:
     values: dict[str, str]
     """Columns to draw, side by side, and what their axes say."""
     lines: str
-    """The column whose values stand at the left."""
+    """The leftmost column."""
     panels: tuple[str, ...] = ()
     """Columns that divide the rows into panels, one below the other."""
     series: str | None = None
@@ -108,7 +108,7 @@ class Result:
         print(f"{self.began['cpu']}, {self.began['gpu'] or 'no GPU'}, torch {self.began['torch']}", flush=True)
 
     def add(self, **row: Any) -> None:
-        """A row, shown at once."""
+        """A row, shown immediately."""
         if not self.rows or self.rows[-1].keys() != row.keys():
             print("  ".join(f"{key:>{_width(value, key)}}" for key, value in row.items()))
         self.rows.append(row)

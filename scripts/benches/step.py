@@ -128,7 +128,7 @@ def compare(
     """One row for each contestant."""
     work, device = WORKS[name], flags.device
     if flags.compile:
-        # Each contestant compiles a network of its own, and none may fall back to running it as it is.
+        # Each contestant compiles its own network, and none may fall back to eager.
         compile_all()
     batches = work.batches(accumulation, device, flags.batch_size, channels_last=flags.channels_last)
 
