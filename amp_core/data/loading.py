@@ -45,7 +45,7 @@ _end_workers = find("torch.utils.data.dataloader._MultiProcessingDataLoaderIter.
 
 @dataclass(eq=False)
 class Sampler:
-    """The endless micro-batches of one rank from any sample on: an iterable of lists of keys.
+    """The endless micro-batches of one rank, from a given sample on: an iterable of lists of keys.
 
     Epoch p is a permutation seeded by (seed, p). A step takes the next `samples_per_step` of this endless sequence;
     micro-batch m of rank r is the (m * world_size + r)-th chunk of them. So a step has the same samples for any split
@@ -95,7 +95,7 @@ class Sampler:
         if not self.shuffle:
             number = 0
         if number not in self._orders:
-            if len(self._orders) == 2:  # no more are in use: an epoch starts when the previous one ends
+            if len(self._orders) == 2:  # a cache: a batch needs the order of this epoch and of the next
                 self._orders.clear()
             rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number])))
             self._orders[number] = rng.permutation(self.num_samples) if self.shuffle else np.arange(self.num_samples)
@@ -105,9 +105,9 @@ class Sampler:
 def eval_keys(num_samples: int, *, batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[Key]]:
     """The batches of one rank: every sample once over all ranks.
 
-    All ranks have the same number of batches, since gathering sharded weights is collective: the rest is distributed
-    evenly over the last round. Less than one sample per rank goes to the round before, whose batches grow by one. Only
-    with fewer samples than ranks some ranks have none.
+    All ranks have the same number of batches, since gathering sharded weights is collective: what remains after full
+    rounds is divided over a last one. If that is less than one sample per rank, it joins the round before, whose
+    batches then have up to one sample more. Only with fewer samples than ranks some ranks have none.
     """
     num_rounds, rest = divmod(num_samples, world_size * batch_size)
     sizes = [world_size * batch_size] * num_rounds

@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def exit_code_of(reason: int) -> int:
-    """The exit code of a run that stopped for this reason: 75, which asks to be started again, also after SIGUSR1."""
+    """The exit code of a run that stopped for this reason; 75 (start the same command again) also after SIGUSR1."""
     return 75 if reason == 128 + signal.SIGUSR1 else reason
 
 
@@ -37,7 +37,7 @@ class Stop:
 
     def __init__(self, group: dist.ProcessGroup | None, max_minutes: float | None) -> None:
         self.code = 0
-        """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0: it does not. The ranks' largest counts."""
+        """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0: it does not. All ranks act on the largest."""
         self._is_signalled = False
         self._is_twice = False
         self._pipe: int | None = None

@@ -39,8 +39,8 @@ class MicroBatch:
 def num_samples(batch: Any) -> int:
     """The length of the first dimension of the first tensor among the fields of `batch`; 1 if it has no dimensions.
 
-    A batch is a tensor, or a mapping or sequence of fields, in which mappings may nest. Sequences within it are passed
-    over: a detection batch's pictures [C, H, W] in a tuple look like collated fields of C samples.
+    A batch is a tensor, or a mapping or sequence of fields, in which mappings may nest. Nested sequences are
+    ignored: a detection batch's pictures [C, H, W] in a tuple look like collated fields of C samples.
 
     Raises:
         TypeError: there is no tensor among the fields.
