@@ -37,7 +37,7 @@ class Stop:
 
     def __init__(self, group: dist.ProcessGroup | None, max_minutes: float | None) -> None:
         self.code = 0
-        """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0: it does not. All ranks act on the largest."""
+        """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0: it does not. Ranks act on the largest."""
         self._is_signalled = False
         self._is_twice = False
         self._pipe: int | None = None
