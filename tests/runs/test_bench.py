@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -70,9 +71,10 @@ def test_a_number_is_a_median_with_an_interval_that_holds_it() -> None:
     assert result.ratios(times, "a", "twin")["b"] == result.Number(3.0, 3.0, 3.0, pytest.approx(0.1))
 
 
-@pytest.mark.parametrize(
-    "name, mode", [("mlp", "fp32"), ("mlp", "bf16"), ("mlp", "fp16"), ("resnet18", "bf16"), ("resnet18", "fp16")]
-)
+COMPARED = [("mlp", "fp32"), ("mlp", "fp16"), ("resnet18", "bf16"), ("mlp", "bf16"), ("resnet18", "fp16")]
+
+
+@pytest.mark.parametrize("name, mode", rows(COMPARED, *COMPARED[:3]))
 def test_loops_are_compared_only_if_they_train_the_same_network(
     name: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -383,7 +383,7 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(number, layout):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("when", ["the first batch", "a step", "an evaluation"])
+@pytest.mark.parametrize("when", rows(["the first batch", "a step", "an evaluation"], "a step"))
 def test_a_signal_ends_a_run_whose_data_worker_stands_still(when):
     """With a checkpoint of the last step; and a second one, Ctrl-C, at once."""
     steps = {"the first batch": 0, "a step": 3, "an evaluation": 4}[when]

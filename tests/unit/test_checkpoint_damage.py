@@ -466,6 +466,7 @@ def die_everywhere(work: Path) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_death_at_any_call_of_a_save_loses_nothing_acknowledged_and_careless_saves_do(own_folder: Path) -> None:
     # What a killed process leaves is the same in memory, and fsync costs nothing.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else own_folder) as work:

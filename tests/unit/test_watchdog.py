@@ -27,6 +27,7 @@ def test_passes():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="a mutex of zeros is one of glibc")
 def test_a_test_that_holds_the_gil_is_ended_and_named(tmp_path):
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
