@@ -15,7 +15,7 @@ from amp_core.config.schema import AmpConfig
 from amp_core.data.base import Dataset
 from amp_core.data.loading import GaveUp, checked
 from amp_core.run.environment import Environment
-from amp_core.run.meters import Clock
+from amp_core.run.meters import Clock, Symptoms
 from amp_core.step.amp import Amp
 from amp_core.step.ema import Ema
 from amp_core.tensors import share_buffers, unwrap
@@ -127,6 +127,21 @@ def check_result(
         raise Diverged(
             f"diverged: {how}, expected at most half; see the doctor's report, if there is one, or lower optimizer.lr"
         )
+
+
+def why_diverged(symptoms: Symptoms, most: int, headline: str | None) -> str:
+    """The message of a run with too many skipped steps in a row; `headline`: what the doctor found."""
+    message = (
+        f"{symptoms.streak} steps in a row up to step {symptoms.step} had gradients that are not finite "
+        f"(amp.max_consecutive_skips={most}), loss scale {symptoms.scale:g}. The weights are those of the last good "
+        f"step."
+    )
+    if headline is not None:
+        return f"{message} The doctor found: {headline}"
+    return (
+        f"{message} Look for an overflow in the forward pass: keep its module in fp32 (amp.keep_fp32), lower "
+        f"optimizer.lr, or use amp=bf16; doctor=watch looks for it"
+    )
 
 
 def embed(env: Environment, amp: Amp, net: nn.Module, dataset: Dataset, dim: int) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ from amp_core.config.schema import InjectConfig
 from amp_core.data import Data
 from amp_core.data.loading import GaveUp
 from amp_core.run.environment import Environment, outcome_of, peak_memory
-from amp_core.run.evaluation import Evaluate, Evaluation, Predict, check_metrics, check_result, spell
+from amp_core.run.evaluation import Evaluate, Evaluation, Predict, check_metrics, check_result, spell, why_diverged
 from amp_core.run.feed import Feed
 from amp_core.run.meters import Clock, Metrics, Symptoms
 from amp_core.step.amp import Amp
@@ -103,7 +103,9 @@ class Loop:
         self.is_replay = False
         """Whether the present window is computed again, for the doctor or a tool."""
         from amp_core.run import perf
+        from amp_core.run.throughput import throughput
 
+        self.throughput = throughput(self)
         self.graph = perf.captured_step(self)
         self.watch, self.statistics = env.doctor(self)
         self.observers: list[Observer] = [each for each in (self.statistics, self.watch) if each is not None]
@@ -313,10 +315,12 @@ class Loop:
         line = self.metrics.finish_line()
         if line is None:
             return
-        self._log.metrics(line.numbers)
+        speed = self.throughput(line.rate)
+        self._log.metrics(line.numbers | speed)
         if self.statistics is not None:
             self.statistics.write(self._log, upto=line.symptoms.step)
-        self.env.summary |= {key: line.numbers[key] for key in ("step", "skipped")} | {"samples_per_second": line.rate}
+        self.env.summary |= {key: line.numbers[key] for key in ("step", "skipped")} | speed
+        self.env.summary["samples_per_second"] = line.rate
         symptoms, watch = line.symptoms, self.watch
         self._symptoms = symptoms if watch is None else watch.completed(symptoms, line.found)
 
@@ -334,7 +338,7 @@ class Loop:
             self.clock.pause(time.monotonic() - began)
         if diverged and not (found is not None and found.healed):
             found = found or (watch.last if watch is not None else None)
-            raise Diverged(_why_diverged(symptoms, self.cfg.amp.max_consecutive_skips, found))
+            raise Diverged(why_diverged(symptoms, self.cfg.amp.max_consecutive_skips, found and found.headline))
 
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 
@@ -392,6 +396,7 @@ class Loop:
             "eval": self.eval,
             "skipped": int(self.amp.num_skipped),
             "samples_per_second": rate,
+            **self.throughput(rate),
             "data_wait": round(waited, 4),
             "peak_memory_bytes": peak_memory(self.env.device),
             "memory": self.memory,
@@ -462,6 +467,9 @@ def _end(loop: Loop) -> None:
         before = loop.env.summary.get("eval_at_start")
         began = f"; before the first: {spell(before)}" if before else ""
         logger.info("finished %d steps: %s%s", loop.step, spell(loop.eval), began)
+        if tokens := loop.env.summary.get("tokens_per_second"):
+            mfu = loop.env.summary["mfu"]
+            logger.info("%.0f tokens/s%s", tokens, "" if mfu is None else f", MFU {100 * mfu:.1f} %")
         if loop.memory is not None:
             sizes = (f"{what} {size / 2**20:.1f} MiB" for what, size in loop.memory.items() if size)
             logger.info("memory per rank: %s", ", ".join(sizes))
@@ -477,17 +485,3 @@ def _interrupt(loop: Loop, stop: int, where: str, saved: str, cause: BaseExcepti
     if loop.env.is_main:
         logger.warning("%s", message)
     raise Interrupted(message, exit_code_of(stop), by_signal=stop != TIME_LIMIT) from cause
-
-
-def _why_diverged(symptoms: Symptoms, most: int, found: Diagnosis | None) -> str:
-    message = (
-        f"{symptoms.streak} steps in a row up to step {symptoms.step} had gradients that are not finite "
-        f"(amp.max_consecutive_skips={most}), loss scale {symptoms.scale:g}. The weights are those of the last good "
-        f"step."
-    )
-    if found is not None:
-        return f"{message} The doctor found: {found.headline}"
-    return (
-        f"{message} Look for an overflow in the forward pass: keep its module in fp32 (amp.keep_fp32), lower "
-        f"optimizer.lr, or use amp=bf16; doctor=watch looks for it"
-    )
