@@ -357,7 +357,7 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
         yield [f"{target}={option}" for option in ([meant] if meant in valid or not valid else valid[:1])]
     if tail in choices("amp"):
         yield [f"amp={'fp32' if typed.lower() in ('false', 'no', '0') else tail}"]
-    # Each part by itself: of two long names that share a word, one is not the other.
+    # Part by part: two long names that share a word are not the same.
     near = [other for other in known if is_misspelt(tail, other.rpartition(".")[2])]
     near = [other for other in near if other.rpartition(".")[0] == head or is_misspelt(head, other.rpartition(".")[0])]
     near.sort(key=lambda other: -difflib.SequenceMatcher(None, key.lower(), other.lower()).ratio())

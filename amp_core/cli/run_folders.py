@@ -81,7 +81,7 @@ def _content_of(path: Path) -> dict[str, Any]:
 
 
 def _resuming(folder: Path) -> str:
-    """How to say which command resumes a run as it is."""
+    """The command that resumes a run unchanged, for messages."""
     began = environment_of(folder)
     try:
         typed = [*([f"--config-dir={began['config_dir']}"] if began.get("config_dir") else []), *overrides_of(folder)]
@@ -147,7 +147,7 @@ def _check_names(folder: Path) -> Iterator[str]:
 
 
 def _is_left(path: Path) -> bool:
-    """What a run leaves that ended before it began, and files beside it: notes, a scheduler's output, weights."""
+    """What a run leaves that ended before its first step, and foreign files: notes, a scheduler's output, weights."""
     if path.name not in OVERWRITTEN:
         return path.name.startswith(".") or not path.is_dir()
     if path.is_dir():

@@ -145,7 +145,7 @@ def _integers(image: Any) -> tuple[NDArray[Any], int]:
     if not (image.mode.startswith("I;16") or image.format in ("PNG", "PPM")):  # of these all have 16 bits
         raise ValueError("it has signed or 32-bit numbers, whose range is not known; expected 8 or 16 bits each")
     numbers, largest = np.asarray(image), 2 ** tags.get(258, (16,))[0] - 1  # TIFF's BitsPerSample may be 12
-    return (largest - numbers if tags.get(262) == 0 else numbers), largest  # WhiteIsZero, which Pillow leaves as it is
+    return (largest - numbers if tags.get(262) == 0 else numbers), largest  # WhiteIsZero, which Pillow does not invert
 
 
 @functools.cache

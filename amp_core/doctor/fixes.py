@@ -334,7 +334,7 @@ class FixSearch:
         return math.isfinite(there) and not 0.5 * abs(there) <= abs(here) <= 2 * abs(there)
 
     def _first_module_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:
-        """The module that breaks a trial after so many steps."""
+        """The module that breaks a trial after this many steps."""
         with self.trying(), self.amp.scaler.held_at(scale):
             for step in range(steps):
                 with self.replay(ahead=step, as_trained=True, steps=True) as (_, window):

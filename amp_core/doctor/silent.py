@@ -275,7 +275,7 @@ class Silent(Observer):
         modules = [module for module, name in names.items() if name and name == diagnosis.module]
         text = f"{diagnosis.headline.partition(': ')[2]}. {diagnosis.why}"
         with loop.env.eagerly(), as_islands(modules if doctor.can_make_islands else []) as made:
-            with contextlib.suppress(RuntimeError):  # code that casts by itself may meet other dtypes then
+            with contextlib.suppress(RuntimeError):  # code with explicit casts may then meet other dtypes
                 if made and all(map(math.isfinite, loop.evaluation.metrics_of_nets().values())):
                     return f"{text} Try: {self._islands([diagnosis.module or ''])} (tried)"
         advice = advice_for(diagnosis.cause, findings[0])

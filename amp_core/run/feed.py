@@ -70,7 +70,7 @@ class Feed:
             yield (self._next(batches, at) for at in itertools.count(start, self.samples_per_step))
 
     def window_at(self, start: int) -> list[MicroBatch]:
-        """The window that begins with a sample, loaded by itself. On every rank."""
+        """The window that begins with a sample, loaded alone. On every rank."""
         loader = Batches(self.data.train, self._sampler(start), num_workers=0, pin_memory=False)
         with contextlib.closing(loader):
             channels_last = self._cfg.perf.channels_last

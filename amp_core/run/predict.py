@@ -60,7 +60,7 @@ def predict(loop: Any, notes: list[str]) -> None:
         raise ConfigError(f"task=predict: recipe={name} does not say what it predicts; use task=evaluate")
     samples, skipped = _samples(loop.cfg.predict_on, loop.data)
     file = env.run_dir / "predictions.jsonl"
-    if env.any_rank(env.is_main and not (env.run_dir / ".hydra").exists()):  # the folder of a run stays as it is
+    if env.any_rank(env.is_main and not (env.run_dir / ".hydra").exists()):  # the folder of a run stays unchanged
         env.folder.begin()
     with writing(env.run_dir):
         lines = list(_lines(env, samples, loop.amp, net.eval(), loop.predict, loop.classes))

@@ -298,7 +298,7 @@ def _without_prefix(state: dict[str, Any], own: Mapping[str, Tensor]) -> dict[st
 
 
 def _with_prefix(state: dict[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Names with what those of most of the network have before them, such as `encoder.`, if none fits as it is."""
+    """Names with the prefix of most of the network, such as `encoder.`, if none fits unchanged."""
     if own.keys() & state.keys():
         return state
     befores = Counter(full.removesuffix(name) for name in state for full in own if full.endswith(f".{name}"))

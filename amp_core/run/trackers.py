@@ -26,7 +26,7 @@ from amp_core.config.schema import LogConfig
 from amp_core.run.lines import to_plain, write_text
 
 MAX_FAILURES = 3
-"""A tracker is switched off after so many failures."""
+"""A tracker is switched off after this many failures."""
 INIT_SECONDS = 15
 """How long wandb may try to reach its server."""
 CLOSE_SECONDS = 10.0

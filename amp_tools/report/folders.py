@@ -353,7 +353,7 @@ def _object(line: bytes) -> Mapping[str, Any] | None:
 
 
 def _spread(items: list[Any], most: int) -> list[Any]:
-    """At most so many of them, evenly, the first and the last included."""
+    """At most this many, evenly spaced, with the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(i * (len(items) - 1) / max(most - 1, 1))] for i in range(most)]

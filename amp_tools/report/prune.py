@@ -42,7 +42,7 @@ class Plan:
 
 
 def plan_runs(run: Run, days: float) -> Plan | None:
-    """The whole of a run that ended without a result, and has not been touched for so many days."""
+    """The whole of a run that ended without a result and was not touched for this many days."""
     if run.status not in LOST or not _may_go(run, days):
         return None
     if any(text.startswith("summary.json: ") and text != "summary.json: is missing" for text in run.problems):

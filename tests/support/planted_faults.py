@@ -91,7 +91,7 @@ FAULTS = [
     Fault("two convolutions at once", "classification", grown("3", "9"),
           "overflow in a product", "aten.convolution", "3", OF_STEP["classification"], islands=("3", "9")),
     Fault("a linear layer, and the next one that is given its numbers", "language_model", grown("blocks.0.up"),
-          "overflow in a product", "aten.mm", "blocks.0.up", "return x + F.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)))), dropout)",
+          "overflow in a product", "aten.mm", "blocks.0.up", "return x + F.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)), approximate=self.gelu)), dropout)",
           islands=("blocks.0.up", "blocks.0.down")),
     Fault("a weight that fp16 does not hold", "classification", in_net(huge_weight),
           "overflow in a cast", "aten._to_copy", "3", OF_STEP["classification"], islands=("3",), samples=()),
