@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # There while an installation runs, and holds make's process id, so a leftover tells of one that was killed.
 BUSY := $(VENV)/.installing
-EXTRAS := vision,wandb,tensorboard,data,dev
+EXTRAS := vision,wandb,tensorboard,data,text,hf,peft,dev
 # Written when what `make check` needs besides is installed.
 CHECKERS := $(VENV)/.installed-check
 PIP := $(PY) -m pip install --disable-pip-version-check

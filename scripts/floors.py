@@ -36,7 +36,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.985
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 35, 7_480, 2_800
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 35, 7_540, 2_820
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 580

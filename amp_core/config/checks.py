@@ -23,7 +23,8 @@ KINDS = {
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
 `own` is what a recipe brings itself."""
 
-_MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length", "exclude")
+_OF_TEXT = ("tokenizer", "text_key", "packing", "mix", "train_on")
+_MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length", "exclude", *_OF_TEXT)
 PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
 """Data sets whose training images can be prepared on the device."""
 DECODED = ("image_folder", "imagenet")
@@ -245,6 +246,11 @@ def _check_text(cfg: DataConfig) -> Iterator[str]:
         missing = (name for name in SOURCES[cfg.name][1:] if package_folder(name) is None)
         yield from (f"data={cfg.name}: needs the package {name}; use data=text" for name in missing)
         return
+    if cfg.tokenizer != "bytes":
+        yield f"data.tokenizer={cfg.tokenizer}: is not built yet; use bytes"
+    for key, built in (("packing", "none"), ("mix", None)):
+        if getattr(cfg, key) != built:
+            yield f"data.{key}={getattr(cfg, key)}: is not built yet; leave it out"
     if cfg.path is None:
         yield "data.path=null: expected a file of text, or a folder of such files"
     for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
@@ -386,7 +392,7 @@ _DATA_SETS = {
     "cifar10": _DataSet(needs=("path",), takes=("image_size",), check=_check_path),
     "torch_sources": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
     "torch_headers": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
-    "text": _DataSet(needs=("path", "length"), takes=("eval_path", "num_samples"), check=_check_text),
+    "text": _DataSet(needs=("path", "length"), takes=("eval_path", "num_samples", *_OF_TEXT[:4]), check=_check_text),
     "brain": _DataSet(check=_check_brain),
     "digit_scenes": _DataSet(needs=("image_size", "num_samples"), check=_check_digit_scenes),
     "mask_folder": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_mask_folder),

@@ -152,6 +152,17 @@ class DataConfig:
     """synthetic: number of classes."""
     length: int | None
     """text: tokens per sample."""
+    tokenizer: str | None
+    """text: bytes, a folder with tokenizer.json, or such a file."""
+    text_key: str | None
+    """text: the key of *.jsonl, or the column of *.parquet, that holds the documents."""
+    packing: Literal["none", "chunks", "best_fit"] | None
+    """text: none: a sample is a part of one document; chunks: documents one after another, cut every data.length
+    tokens; best_fit: whole documents where they fit. Packed documents do not attend to each other."""
+    mix: dict[str, float] | None
+    """text: sources, files or folders below data.path, by their share of the samples; null: all, as they are."""
+    train_on: Literal["assistant", "all"] | None
+    """chat: the tokens that are targets."""
     exclude: str | None
     """Image files: a list of samples to leave out, a name below `data.path` on each line, as `data.check` writes it. A
     run resumes with the samples that it was begun with."""

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from amp_core.config.checks import Skipped, excluded_names, skipped_note
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import visible
 from amp_core.config.schema import DataConfig
+
+if TYPE_CHECKING:
+    from amp_core.data.tokenizers import Tokenizer
 
 Key = tuple[int, int]
 """(sample index, epoch)"""
@@ -53,6 +56,8 @@ class Data:
     """For the log: files that are not read, names in `data.exclude` that are not there."""
     excluded: str = ""
     """A digest of the samples that `data.exclude` leaves out."""
+    tokenizer: Tokenizer | None = None
+    """What its ids mean; None: it has none, or they are not known."""
 
 
 class Spread:

@@ -19,11 +19,12 @@ from amp_core.config.checks import SOURCES, package_folder, text_files
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Key, Paths, unpack
+from amp_core.data.tokenizers import BYTES, read_tokenizer
 
-Batch = tuple[Tensor, Tensor]
-"""(inputs int64 [B, L], targets int64 [B, L]: the byte that follows each input, or `IGNORE`)"""
+Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+"""(inputs int64 [B, L], targets int64 [B, L]: the token that follows each input, or `IGNORE`), and with packing
+positions int64 [B, L], which begin with 0 in each document: document = cumsum(positions == 0)."""
 
-VOCAB_SIZE = 256
 IGNORE = -100
 """Target of a position without a token; `cross_entropy` ignores it by default."""
 EVAL_SHARE = 16
@@ -79,7 +80,7 @@ class TextPieces:
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
         pieces = self._pieces[unpack(keys)[0]]
         files = np.searchsorted(self._ends, pieces, side="right")
         starts = (pieces - self._begins[files]) * self.length
@@ -123,7 +124,9 @@ def _parts(cfg: DataConfig, paths: Sequence[Path], eval_paths: Sequence[Path] | 
             f"data={cfg.name}: too little text for one sample to train and one to evaluate; "
             f"use more text, or a data.length below {cfg.length}"
         )
-    return Data(train, held_out, {"vocab_size": VOCAB_SIZE, "length": cfg.length})
+    tokenizer = read_tokenizer(cfg.tokenizer or BYTES)
+    facts = {"vocab_size": tokenizer.vocab_size, "length": cfg.length}
+    return Data(train, held_out, facts, tokenizer=tokenizer)
 
 
 def _sources(cfg: DataConfig, seed: int, channels: int | None) -> Data:

@@ -1,0 +1,163 @@
+"""Tokenizers: bytes, or a file tokenizer.json, read by the package tokenizers, which runs no code of its folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from amp_core.config.checks import package_folder
+from amp_core.config.errors import ConfigError
+from amp_core.config.files import read_bytes, read_json, read_text
+
+BYTES = "bytes"
+NEEDS_PACKAGE = "needs the package tokenizers: pip install 'amp-recipes[text]'"
+_MOST = 1 << 28
+"""Bytes of a tokenizer.json; those of 250,000 tokens have 34 MB."""
+_TEMPLATE = "chat_template.jinja"
+
+
+class Tokenizer:
+    """Texts as ids and back.
+
+    Attributes:
+        name: "bytes", or the path as it was given.
+        vocab_size: ids are below it; added tokens count.
+        eos: id that ends a document; None: none is known.
+        digest: SHA-256 of what decides ids; "bytes".
+        num_bytes: UTF-8 bytes that a token stands for, 0 for special ones, int64 [vocab_size].
+        template: the chat template; None: there is none.
+        file: tokenizer.json; None for bytes.
+    """
+
+    def __init__(self, name: str, file: Path | None = None) -> None:
+        self.name, self.file = name, file
+        self.eos: int | None = None
+        self.template: str | None = None
+        if file is None:
+            self._inner, self.digest, self.vocab_size = None, BYTES, 256
+            self.num_bytes = torch.ones(256, dtype=torch.int64)
+            return
+        from tokenizers import Tokenizer as Inner
+
+        content = read_bytes(file, _MOST)
+        self._inner = Inner.from_str(content.decode())  # type: ignore[attr-defined]  # the package, not this module
+        self._inner.no_truncation()  # a file may hold the settings of its last use
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = True
+        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        settings = _settings(file.parent)
+        self.eos, self.template = _eos(settings, vocabulary), _template(file.parent, settings)
+        self.digest = hashlib.sha256(content + repr(self.eos).encode()).hexdigest()
+        self.num_bytes = _num_bytes(json.loads(content), vocabulary, self.vocab_size)
+
+    def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        """Ids of each text, without a token before or after it.
+
+        Args:
+            texts: the texts.
+            special: take the names of special tokens in a text for these tokens, as in a rendered chat; else they are
+                text, so that a document cannot end itself.
+        """
+        if self._inner is None:
+            return [list(text.encode()) for text in texts]
+        self._inner.encode_special_tokens = not special
+        return [each.ids for each in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special tokens are left out."""
+        if self._inner is None:
+            return bytes(ids).decode(errors="replace")
+        return self._inner.decode(list(ids), skip_special_tokens=True)
+
+
+def read_tokenizer(name: str) -> Tokenizer:
+    """ "bytes", a folder with tokenizer.json, or such a file. ConfigError: there is none, or it cannot be read."""
+    if name == BYTES:
+        return Tokenizer(name)
+    if problem := why_no_tokenizer(name):
+        raise ConfigError(problem)
+    try:
+        return Tokenizer(name, tokenizer_file(name))
+    except Exception as problem:  # the package raises plain Exceptions
+        raise ConfigError(f"data.tokenizer={name}: cannot be read: {problem}") from problem
+
+
+def tokenizer_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def why_no_tokenizer(name: str) -> str | None:
+    """What is wrong with a name, before anything is read."""
+    if name == BYTES:
+        return None
+    file = tokenizer_file(name)
+    if file.suffix != ".json" or not file.is_file():
+        has = "has no tokenizer.json" if Path(name).expanduser().is_dir() else "there is no such file"
+        how = "; AutoTokenizer.from_pretrained(...).save_pretrained(<folder>) writes one" if "no tok" in has else ""
+        return f"data.tokenizer={name}: {has}; expected bytes, a folder with tokenizer.json, or such a file{how}"
+    return f"data.tokenizer={name}: {NEEDS_PACKAGE}" if package_folder("tokenizers") is None else None
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """What transformers keeps beside tokenizer.json; the first file that has a key decides."""
+    found: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            found = {key: value for key, value in read_json(folder / name).items() if value is not None} | found
+    return found
+
+
+def _eos(settings: dict[str, Any], vocabulary: dict[str, int]) -> int | None:
+    token = settings.get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, str):
+        if token not in vocabulary:
+            raise ValueError(f"its eos_token {token!r} is not in its vocabulary")
+        return vocabulary[token]
+    number = settings.get("eos_token_id")
+    number = number[0] if isinstance(number, list) and number else number
+    return number if isinstance(number, int) and number in vocabulary.values() else None
+
+
+def _template(folder: Path, settings: dict[str, Any]) -> str | None:
+    if (folder / _TEMPLATE).is_file():
+        return read_text(folder / _TEMPLATE)
+    found = settings.get("chat_template")
+    if isinstance(found, list):  # several by name
+        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _num_bytes(content: dict[str, Any], vocabulary: dict[str, int], vocab_size: int) -> Tensor:
+    """By the decoder: of ByteLevel a letter is a byte; else `<0x0A>` is one, and the signs of word pieces are none."""
+    decoders = {kind.get("type") for kind in _parts(content.get("decoder"))}
+    added = {each["id"]: each for each in content.get("added_tokens", ())}
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for token, number in vocabulary.items():
+        if number in added:
+            counts[number] = 0 if added[number].get("special") else len(token.encode())
+        elif "ByteLevel" in decoders:
+            counts[number] = len(token)
+        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+            counts[number] = 1
+        else:
+            counts[number] = len(token.removeprefix("##").replace("\u2581", " ").encode())
+    return torch.from_numpy(counts)
+
+
+def _parts(node: Any) -> Iterator[dict[str, Any]]:
+    """A part of a pipeline and those inside of a Sequence."""
+    if isinstance(node, dict):
+        yield node
+        for each in node.get("decoders", ()):
+            yield from _parts(each)
