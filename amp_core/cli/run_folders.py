@@ -147,7 +147,7 @@ def _check_names(folder: Path) -> Iterator[str]:
 
 
 def _is_left(path: Path) -> bool:
-    """What a run leaves that ended before its first step, and foreign files: notes, a scheduler's output, weights."""
+    """What a run leaves that ended before its start, and foreign files: notes, a scheduler's output, weights."""
     if path.name not in OVERWRITTEN:
         return path.name.startswith(".") or not path.is_dir()
     if path.is_dir():
