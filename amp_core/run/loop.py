@@ -48,7 +48,6 @@ from amp_core.step.window import MicroBatch
 from amp_core.tensors import is_sharded
 
 if TYPE_CHECKING:
-    from amp_core.doctor.diagnosis import Diagnosis
     from amp_core.run.log import Log
 
 Step = Callable[[list[MicroBatch]], Any]
