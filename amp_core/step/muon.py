@@ -72,7 +72,9 @@ def hidden_matrices(nets: Iterable[nn.Module]) -> set[Tensor]:
     found: set[Tensor] = set()
     for net in nets:
         owners = [(m, p) for m in net.modules() for p in m.parameters(recurse=False) if p.ndim >= 2]
-        aside = {p for m, p in owners if isinstance(m, nn.Embedding | nn.EmbeddingBag) or m is owners[-1][0]}
+        # A parametrised weight is owned by a module inside its layer.
+        aside = {p for m in net.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
+        aside |= {p for m, p in owners if m is owners[-1][0]}
         found |= {p for _, p in owners if p not in aside and (p.ndim == 2 or p.stride(0) == p[0].numel())}
     return found
 

@@ -45,7 +45,9 @@ def num_samples(batch: Any) -> int:
     Raises:
         TypeError: there is no tensor among the fields.
     """
-    first = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    first = batch
+    if isinstance(batch, list | tuple | dict) and batch:
+        first = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     if isinstance(first, Tensor) and first.ndim:  # most batches, without generators
         return first.size(0)
     tensors = list(_fields(batch, is_outermost=True))
@@ -129,7 +131,8 @@ def windows(
             window += [filler] * (length - len(window))
             total = _sum(counts) if isinstance(counts[0], Tensor) else total
         spare = window[-1]
-        yield window_of(window, [weight * world_size for weight in _shares(counts, total)])
+        weights = _shares(counts, total)
+        yield window_of(window, weights if world_size == 1 else [weight * world_size for weight in weights])
 
 
 def window_of(batches: Sequence[Any], weights: Sequence[float | Tensor]) -> list[MicroBatch]:
@@ -156,7 +159,8 @@ def _sum(counts: Sequence[float | Tensor]) -> float | Tensor:
     """The sum of counts, exact: of tensors in int64 or in their widest floating type."""
     is_tensor = bool(counts) and isinstance(counts[0], Tensor)  # numbers and tensors may be mixed
     if is_tensor or isinstance(total := sum(counts), Tensor):
-        return sum([c.to(_wide(c)) if isinstance(c, Tensor) else c for c in counts])
+        first, *rest = [c.to(_wide(c)) if isinstance(c, Tensor) and c.dtype is not torch.int64 else c for c in counts]
+        return sum(rest, first)  # not from 0: an operator with a Python number takes as long as three without
     if not total >= 0 or (counts and min(counts) < 0):
         raise ValueError(f"a micro-batch counts {min(counts)}; expected a number of at least 0")
     return total
@@ -175,7 +179,7 @@ def _shares(counts: Sequence[float | Tensor], total: float | Tensor) -> list[flo
     if several_ranks():
         total = total.clone()
         dist.all_reduce(total)
-    total = torch.where(total > 0, total, 1)
+    total = torch.where(total > 0, total, 1) if total.is_floating_point() else total.clamp(min=1)
     dtypes = [torch.promote_types(getattr(c, "dtype", torch.float32), torch.float32) for c in counts]
     return [(c / total).to(dtype) for c, dtype in zip(counts, dtypes, strict=True)]
 

@@ -113,12 +113,23 @@ def test_kernels_of_16_bit_weights_are_stepped_in_fp32(mode: str, layout: torch.
         assert all(torch.equal(p.half(), low) for p, low in zip(twin.parameters(), net.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_embeddings_and_the_last_layer_are_left_to_adamw(tied: bool) -> None:
+@pytest.mark.parametrize(
+    "change, aside",
+    [
+        ({}, {"embed.weight", "table.weight", "head.weight"}),
+        ({"tied": True}, {"embed.weight", "table.weight"}),
+        ({"parametrised": "embed"}, {"embed.parametrizations.weight.original", "table.weight", "head.weight"}),
+        ({"parametrised": "head"}, {"embed.weight", "table.weight", "head.parametrizations.weight.original"}),
+    ],
+)
+def test_embeddings_and_the_last_layer_are_left_to_adamw(change: dict[str, Any], aside: set[str]) -> None:
+    tied, parametrised = change.get("tied", False), change.get("parametrised")
     net = GPT(vocab_size=32, length=8, width=8, depth=1, heads=1, tied=tied, positions="learned")
+    if parametrised:
+        nn.utils.parametrize.register_parametrization(getattr(net, parametrised), "weight", nn.Identity())
     found = {name for name, param in net.named_parameters() if param in hidden_matrices([net])}
     matrices = {name for name, param in net.named_parameters() if param.ndim == 2}
-    assert found and matrices - found == {"embed.weight", "table.weight"} | ({"head.weight"} if not tied else set())
+    assert found and matrices - found == aside
     net = cnn(num_classes=10, image_shape=(1, 28, 28))
     assert sorted(p.ndim for p in hidden_matrices([net])) == [4] * sum(isinstance(m, nn.Conv2d) for m in net.modules())
 
