@@ -37,8 +37,9 @@ _NAME = re.compile(
 _LOGIN = re.compile(r"[\w+.-]+://[^/\s:@]*:(?!\d{1,5}[/?#])(\S*)@")
 _PREFIX = r"gh[pousr]_|github_pat_|glpat-|hf_|wandb_v1_|npm_|pypi-|nvapi-|sk-|[rs]k_(?:live|test)_|xox[a-z]-|xapp-"
 _PREFIX += r"|AKIA|ASIA|AIza|ya29\.|GOCSPX-|dapi|SG\.|\d{8,10}:AA|eyJ"
+"""What keys of GitHub, GitLab, Hugging Face, wandb, OpenAI, Slack, AWS, Google and others and web tokens begin with."""
 _RANDOM = r"(?=[A-Za-z+/=_.~-]{0,200}\d)(?=[0-9+/=_.~-]{0,200}[A-Za-z])[A-Za-z0-9+/=_.~-]"
-_TO_NAME = rf"(\b[\w.-]{{0,60}}(?i:{_WORDS}|_key|AccountKey|token|secret|pwd)['\"]?\s*[=:]\s*['\"]?)"
+_TO_NAME = rf"(\b[\w.-]{{0,60}}(?i:{_WORDS}|_key|AccountKey|token|secret|pwd|\bsig)['\"]?\s*[=:]\s*['\"]?)"
 _ASSIGNED = re.compile(rf"{_TO_NAME}[^\s'\",}}\]]{{{LEAST},}}")
 _FORM = re.compile(
     # Groups are kept, the rest is masked. A password may hold slashes and @, but https://host:80/a@b has none.
@@ -52,7 +53,6 @@ _FORM = re.compile(
     | (?<![\w.+-])[\w.+-]{{1,64}}:(?!\d{{1,5}}[/?\#]|//)[^\s"'<>@]{{4,256}}(?=@[A-Za-z])(?!@sha256:)
     | ([?&;](?i:[\w-]{{0,30}}(?:token|api_?key|signature|secret|password|credential)|AWSAccessKeyId|key|sig|pwd|auth)=)
       [^&\s"'<>\#]{{4,}}
-    | ((?<![\w.])(?i:sig)=)[^&\s"'<>\#]{{16,}}
     | (\b(?i:Authorization['"]?\s*[:=]\s*['"]?(?:\w+\s+)?|Bearer\s+))[\w.~+/=-]{{16,}}
     | {_TO_NAME}{_RANDOM}{{16,}}
     """,
@@ -62,7 +62,7 @@ _FORM = re.compile(
 
 def redact(text: str) -> str:
     """`text` without keys and passwords: those that this process knows, and what has the form of one."""
-    return _FORM.sub(_kept, _of_known(known_secrets()).sub(MASK, text))
+    return _FORM.sub(_kept, _of_known(tuple(os.environb.items())).sub(MASK, text))
 
 
 def redact_typed(text: str) -> str:
@@ -81,6 +81,7 @@ def holds_secret(text: str) -> bool:
 
 def masked(plain: Any) -> Any:
     """Nested plain data without keys and passwords, before a file format encodes them."""
+    # One search for all: one for each name of the layers would take a hundred times as long.
     return _masked(plain) if holds_secret(json.dumps(plain, default=str, ensure_ascii=False)) else plain
 
 
@@ -126,17 +127,12 @@ def items_of(values: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
         yield from items_of(value, here)
 
 
-def known_secrets() -> tuple[str, ...]:
-    """Values of variables with such a name, and passwords of netrc and of wandb's settings; the longest first."""
-    return _known(tuple(os.environb.items()))
-
-
-@functools.lru_cache(maxsize=8)
-def _known(environ: tuple[tuple[bytes, bytes], ...]) -> tuple[str, ...]:  # every line that is written asks for them
+def known_secrets() -> set[str]:
+    """Values of variables with such a name, passwords of addresses in others, of netrc and of wandb's settings."""
     found = {value.strip() for name, value in os.environ.items() if _NAME.search(name) and not _is_path(value)}
     found |= {login[1] for value in os.environ.values() if (login := _LOGIN.match(value))}
     found |= {password for _, password in netrc_logins()} | {wandb_settings().get("api_key", "")}
-    return tuple(sorted((value for value in found if len(value) >= LEAST), key=lambda value: (-len(value), value)))
+    return {value for value in found if len(value) >= LEAST}
 
 
 def _is_path(value: str) -> bool:
@@ -145,18 +141,16 @@ def _is_path(value: str) -> bool:
     return top is not None and "\n" not in value and "\0" not in value and os.path.exists(os.path.expanduser(top[0]))
 
 
-@functools.lru_cache(maxsize=32)
-def _of_known(known: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds secrets as they are, and as JSON, YAML, HTML, a shell, Python and URLs write them."""
+@functools.lru_cache(maxsize=8)
+def _of_known(environ: tuple[tuple[bytes, bytes], ...]) -> re.Pattern[str]:
+    """Finds the secrets of an environment as they are, and as JSON, YAML, HTML, a shell, Python and URLs write them."""
+    whole = {text for secret in known_secrets() for text in (secret, unquote(secret))}
     # Each line of a secret is a secret: printed over several lines it may be indented.
-    lines = {
-        line for secret in known for one in (secret, unquote(secret)) for line in (one, *re.split(r"\\n|\s*\n", one))
-    }
-    usable = sorted((line for line in lines if len(line) >= LEAST), key=len, reverse=True)
-    return re.compile("|".join("".join(map(_written, line)) for line in usable) or "(?!)")
+    lines = whole | {line for text in whole for line in re.split(r"\\n|\s*\n", text) if len(line) >= LEAST}
+    longest_first = sorted(lines, key=len, reverse=True)
+    return re.compile("|".join("".join(map(_written, line)) for line in longest_first) or "(?!)")
 
 
-@functools.cache
 def _written(letter: str) -> str:
     """A pattern of what an encoder makes of a letter: itself, doubled or escaped, an entity, its bytes, its number."""
     if letter.isascii() and (letter.isalnum() or letter in "_-."):
@@ -166,9 +160,8 @@ def _written(letter: str) -> str:
 
 def netrc_logins() -> list[tuple[str, str]]:
     """(host, password) of ~/.netrc, or of the file that NETRC names; none of a file that cannot be read."""
-    named = os.environ.get("NETRC")
     found = []
-    for name in [named] if named else ["~/.netrc", "~/_netrc"]:
+    for name in [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
         with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
             hosts = netrc.netrc(Path(name).expanduser()).hosts
             found += [(host, login[2]) for host, login in hosts.items() if login[2]]
