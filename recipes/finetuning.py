@@ -42,7 +42,7 @@ from amp_core.checkpoints.parts import save_trained_alone
 from amp_core.config.checks import package_folder
 from amp_core.config.errors import CheckpointError, ConfigError, suggest
 from amp_core.config.schema import Config, RecipeConfig, expected
-from amp_core.data.text import num_valid, perplexities, token_loss
+from amp_core.data.text import num_bytes, num_valid, perplexities, token_loss
 from amp_core.layouts.fsdp import cast_whole
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.run.pretrained import load_pretrained, path_of
@@ -91,7 +91,7 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last evaluation: loss in nats per byte, bits_per_byte, base_loss without the adapter."""
+    """Train, and return the last evaluation: loss in nats per token, bits_per_byte, base_loss without the adapter."""
     knobs = Knobs(**cfg.recipe)
     data = build_data(cfg.data, seed=cfg.seed)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
@@ -131,12 +131,13 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
-        totals = torch.zeros(2, dtype=widest(env.device), device=env.device)  # loss, tokens: read back once
+        totals = torch.zeros(3, dtype=widest(env.device), device=env.device)  # loss, tokens, bytes: read back once
         for inputs, targets in env.eval_batches(data.eval, 32):
             with amp.autocast():
-                totals += torch.stack([token_loss(net(inputs), targets), num_valid((inputs, targets))])
-        total, num_tokens = env.sum_over_ranks(totals).tolist()
-        return {"loss": total / num_tokens, "bits_per_byte": total / num_tokens / math.log(2)}
+                loss = token_loss(net(inputs), targets)
+            totals += torch.stack([loss, num_valid((inputs, targets)), num_bytes(data, targets)])
+        total, num_tokens, size = env.sum_over_ranks(totals).tolist()
+        return {"loss": total / num_tokens, "bits_per_byte": total / max(size, 1) / math.log(2)}
 
     # Adapters are still 0, also before a resume.
     of_base = {"base_loss": evaluate(unwrap(model).eval())["loss"]} if base["sha256"] else {}
@@ -188,7 +189,8 @@ def load_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> st
 def train_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> None:
     """Train a small base on torch's Python sources, in a plain loop. `recipe=language_model` trains a better one."""
     say(f"no model.weights: training a base for {knobs.base_steps} steps")
-    data = build_data(replace(cfg.data, name="torch_sources", path=None, eval_path=None), seed=cfg.seed).train
+    keys = dict.fromkeys(("path", "eval_path", "tokenizer", "text_key", "packing", "mix", "train_on"))
+    data = build_data(replace(cfg.data, name="torch_sources", **keys), seed=cfg.seed).train
     amp, optimizer = Amp(cfg.amp, env.device, samples=8), build_optimizer(cfg.optimizer, net.to(env.device))
     picks = torch.randint(len(data), (knobs.base_steps, 8), generator=torch.Generator().manual_seed(cfg.seed))
     for keys in picks.tolist():

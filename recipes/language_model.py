@@ -32,9 +32,11 @@ from torch import Tensor, nn
 
 from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
 from amp_core.config.schema import Config, RecipeConfig, expected
-from amp_core.data.text import num_valid, perplexities, token_loss
+from amp_core.data.text import num_bytes, num_valid, perplexities, token_loss
+from amp_core.data.tokenizers import Tokenizer
 from amp_core.heads.losses import give_loss
 from amp_core.models.gpt import LANGUAGE_MODELS, position_ids
+from amp_core.run.generate import generate
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.run.samples import write_sample
 from amp_core.tensors import unwrap, widest
@@ -51,16 +53,16 @@ class Knobs(RecipeConfig):
     """Evaluate again with the first token at this position, as `loss_at_<offset>`; null: do not."""
     loss_chunk: int | None
     """Tokens whose logits are materialised at a time; null: all, which is faster with a small vocabulary."""
-    sample_bytes: int
-    """Bytes to sample at the end, into samples/ of the run folder; 0: none."""
+    sample_tokens: int
+    """Tokens to sample at the end, into samples/ of the run folder; 0: none."""
     prompt: str
     """The prompt of the sampled text."""
     temperature: float
-    """Sampling temperature: above 0, lower is safer."""
+    """Sampling temperature: lower is safer, 0 takes the most likely token."""
 
 
 def run(cfg: Config, env: Environment) -> dict[str, float]:
-    """Train, and return the last evaluation: loss in nats per byte, bits_per_byte and perplexity per byte."""
+    """Train, and return the last evaluation: loss in nats and perplexity per token, bits_per_byte."""
     knobs = Knobs(**cfg.recipe)
     data = build_data(cfg.data, seed=cfg.seed)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
@@ -100,16 +102,16 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         offsets = [0, knobs.eval_offset] if knobs.eval_offset else [0]
-        # Loss per offset, and tokens: summed on the device, read back once.
-        totals = torch.zeros(len(offsets) + 1, dtype=widest(env.device), device=env.device)
+        # Loss per offset, tokens, bytes: summed on the device, read back once.
+        totals = torch.zeros(len(offsets) + 2, dtype=widest(env.device), device=env.device)
         for inputs, targets in env.eval_batches(data.eval, 32):
             with amp.autocast():
                 losses = [loss_of(net, inputs, targets, offset=offset) for offset in offsets]
-            totals += torch.stack([*losses, num_valid((inputs, targets))])
-        *sums, num_tokens = env.sum_over_ranks(totals).tolist()
+            totals += torch.stack([*losses, num_valid((inputs, targets)), num_bytes(data, targets)])
+        *sums, num_tokens, size = env.sum_over_ranks(totals).tolist()
         loss, *further = [total / num_tokens for total in sums]
         perplexity = math.inf if loss > 700 else math.exp(loss)  # beyond it Python raises
-        metrics = {"loss": loss, "bits_per_byte": loss / math.log(2), "perplexity": perplexity}
+        metrics = {"loss": loss, "bits_per_byte": sums[0] / max(size, 1) / math.log(2), "perplexity": perplexity}
         return metrics | {f"loss_at_{offset}": value for offset, value in zip(offsets[1:], further, strict=True)}
 
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
@@ -117,28 +119,19 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     for window in loop.windows(count=num_valid):
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
-    if cfg.task == "train" and env.run_dir is not None and knobs.sample_bytes:
-        text = sample(unwrap(model), amp, knobs, length=data.facts["length"], seed=cfg.seed)
+    if cfg.task == "train" and env.run_dir is not None and knobs.sample_tokens:
+        assert data.tokenizer is not None
+        text = sample(unwrap(model), amp, knobs, data.tokenizer, length=data.facts["length"], seed=cfg.seed)
         write_sample(env, f"step_{loop.step:08d}.txt", text.encode())
     return loop.eval
 
 
-@torch.no_grad()
-def sample(net: nn.Module, amp: Amp, knobs: Knobs, *, length: int, seed: int) -> str:
-    """The prompt and `knobs.sample_bytes` more, each given at most `length` before it. Deterministic for a seed.
-
-    Syncs once, at the end. The argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel 1954);
-    non-finite logits give a bad sample instead of an error.
-    """
-    net.eval()
-    generator = torch.Generator(amp.device).manual_seed(seed)
-    tokens = torch.tensor([list(knobs.prompt.encode())], device=amp.device)
-    for _ in range(knobs.sample_bytes):
-        with amp.autocast():
-            logits = net(tokens[:, -length:])[:, -1].float()
-        noise = torch.empty_like(logits).exponential_(generator=generator).log()
-        tokens = torch.cat([tokens, (logits / knobs.temperature - noise).argmax(dim=-1, keepdim=True)], dim=1)
-    return bytes(tokens[0].tolist()).decode(errors="replace")
+def sample(net: nn.Module, amp: Amp, knobs: Knobs, tokenizer: Tokenizer, *, length: int, seed: int) -> str:
+    """The prompt and at most `knobs.sample_tokens` more, each given at most `length` before it."""
+    prompts, temperature = tokenizer.encode([knobs.prompt]), knobs.temperature
+    sizes = {"num_tokens": knobs.sample_tokens, "length": length}
+    new = generate(net, amp, prompts, temperature=temperature, seed=seed, eos=tokenizer.eos, **sizes)
+    return tokenizer.decode(prompts[0] + new[0])
 
 
 def num_shared_ids(length: int, *, offset: int = 0, dtype: torch.dtype) -> int:
@@ -164,8 +157,8 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
         knobs,
         eval_offset=(knobs.eval_offset is None or knobs.eval_offset >= 1, "a position above 0, or null"),
         loss_chunk=(knobs.loss_chunk is None or knobs.loss_chunk >= 1, "a number of tokens above 0, or null"),
-        sample_bytes=(knobs.sample_bytes >= 0, "at least 0"),
-        temperature=(0 < knobs.temperature < math.inf, "a finite number above 0"),
+        sample_tokens=(knobs.sample_tokens >= 0, "at least 0"),
+        temperature=(0 <= knobs.temperature < math.inf, "a finite number, at least 0"),
     )
     if knobs.eval_offset is not None and cfg.model.options.get("positions") == "learned":
         problems.append(

@@ -242,8 +242,10 @@ def _check_run(cfg: Config) -> Iterator[str]:
         yield f"run_dir={cfg.run_dir}: there is no such file or folder; expected the folder of a run"
     if cfg.predict_on is not None and cfg.task != "predict":
         yield f"predict_on={cfg.predict_on}: has no effect with task={cfg.task}; use task=predict"
-    elif cfg.predict_on is not None and not Path(cfg.predict_on).is_dir():
-        yield f"predict_on={cfg.predict_on}: there is no such folder; expected one with images"
+    elif cfg.predict_on is not None and not (
+        Path(cfg.predict_on).is_dir() or (cfg.predict_on.endswith(".jsonl") and Path(cfg.predict_on).is_file())
+    ):
+        yield f"predict_on={cfg.predict_on}: there is no such folder; expected one with images, or prompts.jsonl"
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         yield "run_dir='': expected a folder"
 
@@ -364,7 +366,7 @@ MAY_CHANGE = {
     "save_every", "eval_every", "eval", "log_every", "steps", "epochs", "samples", "max_minutes", "run_dir", "resume",
     "allow_changes", "accumulation", "batch_size", "data.num_workers", "data.timeout_minutes", "data.path",
     "model.weights", "model.fresh", "optimizer.fused", "recipe.length", "recipe.eval_offset", "recipe.loss_chunk",
-    "recipe.sample_bytes", "recipe.prompt",
+    "recipe.sample_bytes", "recipe.prompt", "recipe.sample_tokens", "recipe.temperature",
 }  # fmt: skip
 """Settings that a resumed run may change freely. `accumulation` and `batch_size` are held together by the samples per
 step, which the resume checks by itself; `fused` and `loss_chunk` change rounding only."""

@@ -36,6 +36,13 @@ def num_valid(batch: Batch) -> Tensor:
     return (batch[1] != IGNORE).sum()
 
 
+def num_bytes(data: Data, targets: Tensor) -> Tensor:
+    """UTF-8 bytes that the valid targets stand for, a 0-d int64 tensor: bits per byte compare tokenizers."""
+    assert data.tokenizer is not None
+    sizes = data.tokenizer.num_bytes.to(targets.device, non_blocking=True)
+    return (sizes[targets.clamp(min=0)] * (targets != IGNORE)).sum()
+
+
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum over valid tokens, in fp32, of logits [B, L, vocab_size]; 0 without any, whose mean would be 0 / 0."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -28,6 +28,7 @@ from amp_core.data import Data, Dataset
 from amp_core.data.base import Key
 from amp_core.run.environment import Environment
 from amp_core.run.folder import writing
+from amp_core.run.generate import answers
 from amp_core.run.lines import dumps, write_text
 from amp_core.run.terminal import say
 from amp_core.step.amp import Amp
@@ -58,12 +59,16 @@ def predict(loop: Any, notes: list[str]) -> None:
     if loop.predict is None:
         name = loop.cfg.recipe["name"]
         raise ConfigError(f"task=predict: recipe={name} does not say what it predicts; use task=evaluate")
-    samples, skipped = _samples(loop.cfg.predict_on, loop.data)
+    texts = loop.cfg.predict_on if Path(loop.cfg.predict_on or "").is_file() else None
+    samples, skipped = (loop.data.eval, []) if texts else _samples(loop.cfg.predict_on, loop.data)
     file = env.run_dir / "predictions.jsonl"
     if env.any_rank(env.is_main and not (env.run_dir / ".hydra").exists()):  # the folder of a run stays unchanged
         env.folder.begin()
     with writing(env.run_dir):
-        lines = list(_lines(env, samples, loop.amp, net.eval(), loop.predict, loop.classes))
+        if texts:
+            lines = sorted(answers(loop, net, texts))
+        else:
+            lines = list(_lines(env, samples, loop.amp, net.eval(), loop.predict, loop.classes))
         if env.world_size > 1:
             parts: list[Any] = [None] * env.world_size
             dist.all_gather_object(parts, lines, group=env.host_group)
@@ -71,7 +76,8 @@ def predict(loop: Any, notes: list[str]) -> None:
         if env.is_main:
             write_text(file, "".join(f"{text}\n" for _, text, _ in lines))
     if unread := sum('"error": ' in text for _, text, _ in lines):
-        found = f"{unread} of {len(lines)} images cannot be read: their lines in {file} have an error instead"
+        what = "prompts" if texts else "images"
+        found = f"{unread} of {len(lines)} {what} cannot be read: their lines in {file} have an error instead"
         if unread == len(lines):
             raise RunError(found)
         if env.is_main:

@@ -55,7 +55,7 @@ SMALL = {
     ],
     "gan": [*IMAGES, "model.options.width=8"],
     "language_model": [
-        *("data.num_samples=512", "data.length=64", "recipe.sample_bytes=4"),
+        *("data.num_samples=512", "data.length=64", "recipe.sample_tokens=4"),
         *("model.options.depth=2", "model.options.width=64", "model.options.heads=2"),
     ],
     "model_parallel": [*IMAGES, "model.options.width=8"],

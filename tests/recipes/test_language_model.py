@@ -21,6 +21,7 @@ from amp_core.config.checks import check_data
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.data import Data, build_data
 from amp_core.data.text import IGNORE, TextPieces
+from amp_core.data.tokenizers import read_tokenizer
 from amp_core.models import build_model
 from amp_core.models.gpt import (
     DTYPES,
@@ -334,7 +335,7 @@ def test_a_sum_over_many_tokens_does_not_overflow_in_fp16() -> None:
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 SMALL = ["recipe=language_model", "device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000"]
-SMALL += ["data.num_samples=1024", "data.length=64", "batch_size=8", "recipe.sample_bytes=8"]
+SMALL += ["data.num_samples=1024", "data.length=64", "batch_size=8", "recipe.sample_tokens=8"]
 SMALL += ["model.options.depth=1", "model.options.width=32", "model.options.heads=1"]
 
 
@@ -389,7 +390,7 @@ def test_a_sampled_text_is_a_function_of_seed_and_weights() -> None:
 
     def sample(seed: int, temperature: float) -> str:
         knobs = language_model.Knobs(**(state("a")["config"]["recipe"] | {"temperature": temperature}))
-        return language_model.sample(net, amp, knobs, length=4, seed=seed)
+        return language_model.sample(net, amp, knobs, read_tokenizer("bytes"), length=4, seed=seed)
 
     assert sample(0, 1.0) == sample(0, 1.0) != sample(1, 1.0)
     assert sample(0, 1e-6) == sample(1, 1e-6)  # always the most likely
@@ -397,6 +398,6 @@ def test_a_sampled_text_is_a_function_of_seed_and_weights() -> None:
 
 
 def test_none_is_sampled_when_none_is_asked_for_or_nothing_may_be_written() -> None:
-    run("a", "steps=1", "recipe.sample_bytes=0")
+    run("a", "steps=1", "recipe.sample_tokens=0")
     assert not Path("a/samples").exists() and train.main([*SMALL, "run_dir=b", "dry_run=true"]) == 0
     assert not Path("b").exists()

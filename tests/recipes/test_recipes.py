@@ -291,7 +291,7 @@ def test_it_says_what_it_needs_to_be_found(recipe):
             "recipe.eval_offset=9 model.options.positions=learned",
             "a learned table ends with data.length",
         ),
-        ("language_model", "recipe.sample_bytes=-1", "recipe.sample_bytes=-1: expected at least 0"),
+        ("language_model", "recipe.sample_tokens=-1", "recipe.sample_tokens=-1: expected at least 0"),
         ("language_model", "recipe.temperature=0", "recipe.temperature=0: expected a finite number above 0"),
         ("language_model", "recipe.prompt=''", "recipe.prompt='': expected at least one character"),
         ("language_model", "model=cnn", "model.name=cnn: is not a language model"),

@@ -19,7 +19,7 @@ SMALL: dict[str, list[str]] = {
     ],
     "gan": [*IMAGES, "model.options.width=8", "recipe.num_critic_steps=3"],
     "language_model": [
-        *("data.num_samples=64", "data.length=32", "recipe.sample_bytes=4"),
+        *("data.num_samples=64", "data.length=32", "recipe.sample_tokens=4"),
         *("model.options.depth=1", "model.options.width=32", "model.options.heads=2"),
     ],
     "model_parallel": [*IMAGES, "model.options.width=8"],

@@ -315,7 +315,7 @@ def test_it_says_that_it_compiles_and_how_long_that_took(caplog):
 
 
 COMPILE = ["perf=compile", "perf.backend=aot_eager"]
-RUN = ["steps=6", "schedule.horizon=6", "accumulation=2", "amp=fp16", "amp.growth_interval=1", "recipe.sample_bytes=0"]
+RUN = ["steps=6", "schedule.horizon=6", "accumulation=2", "amp=fp16", "amp.growth_interval=1", "recipe.sample_tokens=0"]
 RUN += ["doctor.statistics_every=4"]
 
 

@@ -188,7 +188,7 @@ def test_a_sharded_head_computes_the_loss(on_ranks: Any) -> None:
 def test_a_run_in_chunks_is_the_run_without(tmp_path: Any) -> None:
     common = ["recipe=language_model", "device=cpu", "amp=fp32", "steps=3", "log_every=1", "data.length=32"]
     common += ["data.num_samples=64", "model.options.width=16", "model.options.depth=1", "model.options.heads=1"]
-    common += ["recipe.sample_bytes=0", "recipe.eval_offset=64", "log.progress=false", "save_every=2"]
+    common += ["recipe.sample_tokens=0", "recipe.eval_offset=64", "log.progress=false", "save_every=2"]
     for name, more in (("whole", []), ("chunked", ["recipe.loss_chunk=20"])):
         assert train.main([*common, *more, f"run_dir={tmp_path / name}"]) == 0
     for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "chunked"), strict=True):

@@ -173,7 +173,7 @@ RUNS = {
     "classification": ["recipe=classification", "model.options.width=4", "ema.decay=0.9"],
     "language_model": [
         "recipe=language_model", "data.length=32", "model.options.width=16", "model.options.depth=1",
-        "model.options.heads=1", "recipe.sample_bytes=0",
+        "model.options.heads=1", "recipe.sample_tokens=0",
     ],
 }  # fmt: skip
 

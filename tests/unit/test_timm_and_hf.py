@@ -258,7 +258,7 @@ def test_our_gpt_with_the_weights_of_gpt2_gives_its_logits(options: dict[str, An
 @needs_hf
 def test_a_run_starts_from_the_folder_of_its_network(capsys: pytest.CaptureFixture[str]) -> None:
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, vocab_size=256)).save_pretrained("theirs")
-    text = [*SMALL, "recipe=language_model", "data.num_samples=32", "data.length=24", "recipe.sample_bytes=0"]
+    text = [*SMALL, "recipe=language_model", "data.num_samples=32", "data.length=24", "recipe.sample_tokens=0"]
     text += ["model=hf", "model.name=theirs", "steps=1", "amp=fp32", "doctor=off"]
     skipped = "debug.inject={where:drop,step:1,rank:0,value:nan}"
     assert train.main([*text, "dry_run=true"]) == 0
@@ -426,7 +426,7 @@ RUNS = {
     "classification": [*PICTURES, "model=timm", "model.name=test_resnet", "amp=fp16", "accumulation=2", "clip=norm"],
     "classification of hf": [*PICTURES, "model=hf", "model.name=vit_tiny", "ema.decay=0.9"],
     "segmentation": [*SMALL, "data.num_samples=48", "data.image_size=32", "model=timm", "model.name=test_convnext"],
-    "language_model": [*SMALL, "data.num_samples=64", "data.length=32", "recipe.sample_bytes=4", "model=hf"],
+    "language_model": [*SMALL, "data.num_samples=64", "data.length=32", "recipe.sample_tokens=4", "model=hf"],
     "distillation": [
         *(*PICTURES, "model=timm", "model.name=test_vit", "recipe.teacher_model=hf:vit_tiny"),
         "recipe.teacher_steps=1",
