@@ -42,9 +42,10 @@ from amp_core.checkpoints.parts import save_trained_alone
 from amp_core.config.checks import package_folder
 from amp_core.config.errors import CheckpointError, ConfigError, suggest
 from amp_core.config.schema import Config, RecipeConfig, expected
-from amp_core.data.text import num_bytes, num_valid, perplexities, token_loss
+from amp_core.data.text import num_bytes, num_valid, outputs_of, perplexities, token_loss
 from amp_core.layouts.fsdp import cast_whole
 from amp_core.models.gpt import LANGUAGE_MODELS
+from amp_core.models.packed import check_packing
 from amp_core.run.pretrained import load_pretrained, path_of
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.run.terminal import say
@@ -96,6 +97,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     data = build_data(cfg.data, seed=cfg.seed)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
     net = build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts)
+    if cfg.data.packing not in (None, "none"):
+        check_packing(net, cfg.model.name)
     layers = find_layers(net, knobs.targets)
     sizes: dict[str, Any] = {name: net.get_submodule(name).in_features for name in layers}
     if knobs.base == "nf4" and (odd := [name for name in layers if sizes[name] % 64]):
@@ -114,11 +117,12 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
         for micro in window:
-            inputs, targets = micro.batch
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
                     # Of a micro-batch without a valid token the loss is 0, not 0 / 0.
-                    loss = token_loss(model(inputs), targets) / num_valid(micro.batch).clamp(min=1)
+                    loss = token_loss(outputs_of(model, micro.batch), micro.batch[1]) / num_valid(micro.batch).clamp(
+                        min=1
+                    )
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(optimizer, clip)
@@ -132,10 +136,10 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         totals = torch.zeros(3, dtype=widest(env.device), device=env.device)  # loss, tokens, bytes: read back once
-        for inputs, targets in env.eval_batches(data.eval, 32):
+        for batch in env.eval_batches(data.eval, 32):
             with amp.autocast():
-                loss = token_loss(net(inputs), targets)
-            totals += torch.stack([loss, num_valid((inputs, targets)), num_bytes(data, targets)])
+                loss = token_loss(outputs_of(net, batch), batch[1])
+            totals += torch.stack([loss, num_valid(batch), num_bytes(data, batch[1])])
         total, num_tokens, size = env.sum_over_ranks(totals).tolist()
         return {"loss": total / num_tokens, "bits_per_byte": total / max(size, 1) / math.log(2)}
 

@@ -32,10 +32,12 @@ from torch import Tensor, nn
 
 from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
 from amp_core.config.schema import Config, RecipeConfig, expected
-from amp_core.data.text import num_bytes, num_valid, perplexities, token_loss
+from amp_core.data.packing import Batch
+from amp_core.data.text import num_bytes, num_valid, outputs_of, perplexities, token_loss
 from amp_core.data.tokenizers import Tokenizer
 from amp_core.heads.losses import give_loss
 from amp_core.models.gpt import LANGUAGE_MODELS, position_ids
+from amp_core.models.packed import check_packing
 from amp_core.run.generate import generate
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.run.samples import write_sample
@@ -67,6 +69,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     data = build_data(cfg.data, seed=cfg.seed)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
     model = build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts)
+    if cfg.data.packing not in (None, "none"):
+        check_packing(model, cfg.model.name)
     if knobs.loss_chunk is not None:
         give_loss(model.head, knobs.loss_chunk)  # type: ignore[arg-type]
     model = env.wrap(model, amp)
@@ -76,19 +80,18 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     clip = Clip.of(cfg.clip)
     env.job.notes += shared_positions(unwrap(model), length=data.facts["length"], offset=knobs.eval_offset or 0)
 
-    def loss_of(net: nn.Module, inputs: Tensor, targets: Tensor, offset: int = 0) -> Tensor:
+    def loss_of(net: nn.Module, batch: Batch, offset: int = 0) -> Tensor:
         if knobs.loss_chunk is not None:
-            return net(inputs, offset=offset, targets=targets)
-        return token_loss(net(inputs, offset=offset), targets)
+            return outputs_of(net, batch, offset=offset, targets=batch[1])
+        return token_loss(outputs_of(net, batch, offset=offset), batch[1])
 
     def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
         for micro in window:
-            inputs, targets = micro.batch
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
                     # Of a micro-batch without a valid token the loss is 0, not 0 / 0.
-                    loss = loss_of(model, inputs, targets) / num_valid(micro.batch).clamp(min=1)
+                    loss = loss_of(model, micro.batch) / num_valid(micro.batch).clamp(min=1)
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(optimizer, clip)
@@ -104,10 +107,10 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         offsets = [0, knobs.eval_offset] if knobs.eval_offset else [0]
         # Loss per offset, tokens, bytes: summed on the device, read back once.
         totals = torch.zeros(len(offsets) + 2, dtype=widest(env.device), device=env.device)
-        for inputs, targets in env.eval_batches(data.eval, 32):
+        for batch in env.eval_batches(data.eval, 32):
             with amp.autocast():
-                losses = [loss_of(net, inputs, targets, offset=offset) for offset in offsets]
-            totals += torch.stack([*losses, num_valid((inputs, targets)), num_bytes(data, targets)])
+                losses = [loss_of(net, batch, offset=offset) for offset in offsets]
+            totals += torch.stack([*losses, num_valid(batch), num_bytes(data, batch[1])])
         *sums, num_tokens, size = env.sum_over_ranks(totals).tolist()
         loss, *further = [total / num_tokens for total in sums]
         perplexity = math.inf if loss > 700 else math.exp(loss)  # beyond it Python raises

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +20,9 @@ from amp_core.config.checks import SOURCES, package_folder, text_files
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Key, Paths, unpack
+from amp_core.data.packing import IGNORE, Batch
 from amp_core.data.tokenizers import BYTES, read_tokenizer
 
-Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-"""(inputs int64 [B, L], targets int64 [B, L]: the token that follows each input, or `IGNORE`), and with packing
-positions int64 [B, L], which begin with 0 in each document: document = cumsum(positions == 0)."""
-
-IGNORE = -100
-"""Target of a position without a token; `cross_entropy` ignores it by default."""
 EVAL_SHARE = 16
 """Training samples per evaluation sample, if text is held out or `data.num_samples` is given."""
 
@@ -43,6 +39,12 @@ def num_bytes(data: Data, targets: Tensor) -> Tensor:
     return (sizes[targets.clamp(min=0)] * (targets != IGNORE)).sum()
 
 
+def outputs_of(net: nn.Module, batch: Batch, **more: Any) -> Tensor:
+    """`net(inputs)`, with the positions of a packed batch."""
+    inputs, _, *positions = batch
+    return net(inputs, **more, **({"positions": positions[0]} if positions else {}))
+
+
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum over valid tokens, in fp32, of logits [B, L, vocab_size]; 0 without any, whose mean would be 0 / 0."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -50,7 +52,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def perplexities(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """The perplexity per valid token of each chunk of text."""
-    losses = F.cross_entropy(net(batch[0]).flatten(0, 1).float(), batch[1].flatten(), reduction="none")
+    losses = F.cross_entropy(outputs_of(net, batch).flatten(0, 1).float(), batch[1].flatten(), reduction="none")
     return {"perplexity": (losses.view_as(batch[1]).sum(1) / (batch[1] != IGNORE).sum(1).clamp(min=1)).exp()}
 
 

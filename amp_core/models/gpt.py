@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from amp_core.lowp.islands import keep_fp32
 from amp_core.models.family import Family, check_choice, check_count, check_probability
+from amp_core.models.packed import causal_mask
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 POSITIONS = ("learned", "rope", "alibi")
@@ -30,10 +31,11 @@ def rope_phases(ids: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles by which RoPE rotates pairs of features (Su et al., arXiv:2104.09864).
 
     Computed in each forward pass: frequencies in a buffer would be cast to 16 bits with the weights. From floating
-    point ids [L] (16-bit ones are cast to fp32, already rounded), for `dim` features of a head: two fp32 [L, dim / 2].
+    point ids [..., L] (16-bit ones are cast to fp32, already rounded), for `dim` features of a head: two fp32 [..., L,
+    dim / 2].
     """
     frequencies = 10_000.0 ** (-torch.arange(0, dim, 2, device=ids.device) / dim)
-    angles = torch.outer(ids, frequencies)
+    angles = ids[..., None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -72,12 +74,12 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: Tensor, phases: tuple[Tensor, Tensor] | None, bias: Tensor | None) -> Tensor:
-        """x [B, L, width], with phases for RoPE or a bias for ALiBi."""
+        """x [B, L, width], with phases for RoPE, a bias for ALiBi or a mask of packed documents; None: causal."""
         dropout = self.dropout if self.training else 0.0
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if phases is not None:
             q, k = rotate(q, phases), rotate(k, phases)
-        mask = None if bias is None else bias.to(q.dtype)
+        mask = bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
         x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), dropout)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)), approximate=self.gelu)), dropout)
@@ -148,24 +150,41 @@ class GPT(nn.Module):
         if tied:
             self.embed.weight = self.head.weight
 
-    def forward(self, tokens: Tensor, offset: int = 0, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, offset: int = 0, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Logits of tokens [B, L] from position `offset` on; or, given the int64 targets [B, L] that follow and a head
         of `heads.losses`, the summed loss. No host-device sync.
+
+        Of packed documents (`data.packing`) each token attends to its own document alone. All blocks share one mask: a
+        bool [B, 1, L, L], whose attention on a CPU takes 1.4 to 1.7 times as long as causal attention without a mask,
+        which skips half of the scores, and on a GPU runs in the memory-efficient kernel instead of the flash one.
+
+        Args:
+            tokens: int64 [B, L].
+            offset: added to all positions.
+            targets: int64 [B, L].
+            positions: int64 [B, L] of packed documents, 0 where one begins; None: one document, from 0 to L - 1.
 
         Raises:
             ValueError: the learned table is shorter than the sequence.
         """
         length = tokens.shape[1]
         ids = position_ids(length, offset=offset, dtype=self.ids_dtype, device=tokens.device)
-        x, phases, bias = self.embed(tokens), None, None
+        x, phases = self.embed(tokens), None
+        bias = mask = None if positions is None else causal_mask(positions)
+        # Distances within a document are those of indices: ALiBi keeps these.
+        if positions is not None and self.positions != "alibi":
+            ids = (positions + offset).to(self.ids_dtype)
         if self.table is not None:
             if offset + length > self.table.num_embeddings:
                 raise ValueError(f"position {offset + length - 1}: the model has {self.table.num_embeddings} positions")
             x = x + self.table(ids.long().clamp(max=self.table.num_embeddings - 1))  # 511 in bfloat16 is 512
         elif self.positions == "rope":
-            phases = rope_phases(ids, self.head_dim)
+            phases = rope_phases(ids if positions is None else ids[:, None], self.head_dim)
         else:
             bias = alibi_bias(ids, self.heads)
+            bias = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = block(x, phases, bias)

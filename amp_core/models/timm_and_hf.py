@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import read_json
+from amp_core.models.packed import causal_mask
 from amp_core.models.unet import FeatureUNet
 from amp_core.vision import import_torchvision
 
@@ -78,9 +79,23 @@ def timm_segmenter(name: str) -> Builder:
 class _Logits:
     """Precedes the class of a network of transformers: its forward pass returns logits instead of an object."""
 
-    def forward(self, inputs: Tensor, offset: int = 0) -> Tensor:
+    def forward(self, inputs: Tensor, offset: int = 0, positions: Tensor | None = None) -> Tensor:
         assert offset == 0  # recipes/language_model.py refuses others
-        return super().forward(inputs).logits  # type: ignore[misc]
+        packed = {} if positions is None else _packed(self.config, positions)  # type: ignore[attr-defined]
+        return super().forward(inputs, **packed).logits  # type: ignore[misc]
+
+
+def _packed(config: Any, positions: Tensor) -> dict[str, Tensor]:
+    """Keywords for a forward pass of packed documents.
+
+    transformers finds documents in `position_ids` by itself, which reads back from the device, once per forward pass:
+    a mask of our own does not. Windows of attention and other implementations than SDPA are left to transformers.
+    """
+    has_windows = getattr(config, "sliding_window", None) is not None
+    others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
+    if has_windows or others or config._attn_implementation != "sdpa":
+        return {"position_ids": positions}
+    return {"position_ids": positions, "attention_mask": causal_mask(positions)}
 
 
 def hf_classifier(name: str) -> Builder:
