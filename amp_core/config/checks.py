@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,9 +17,9 @@ from amp_core.config.schema import Config, DataConfig
 
 KINDS = {
     "mnist_subset": "images", "synthetic": "images", "image_folder": "images", "imagenet": "images",
-    "cifar10": "images", "torch_sources": "text", "torch_headers": "text", "text": "text", "brain": "masks",
-    "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities", "identity_folder": "identities",
-    "records": "identities", "synthetic_identities": "identities", "own": "own",
+    "cifar10": "images", "torch_sources": "text", "torch_headers": "text", "text": "text", "tokens": "text",
+    "brain": "masks", "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities",
+    "identity_folder": "identities", "records": "identities", "synthetic_identities": "identities", "own": "own",
 }  # fmt: skip
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
 `own` is what a recipe brings itself."""
@@ -246,11 +247,9 @@ def _check_text(cfg: DataConfig) -> Iterator[str]:
         missing = (name for name in SOURCES[cfg.name][1:] if package_folder(name) is None)
         yield from (f"data={cfg.name}: needs the package {name}; use data=text" for name in missing)
         return
-    if cfg.tokenizer != "bytes":
-        yield f"data.tokenizer={cfg.tokenizer}: is not built yet; use bytes"
-    for key, built in (("packing", "none"), ("mix", None)):
-        if getattr(cfg, key) != built:
-            yield f"data.{key}={getattr(cfg, key)}: is not built yet; leave it out"
+    if cfg.tokenizer is None or cfg.text_key is None:
+        yield "data.tokenizer=null: expected bytes, a folder with tokenizer.json, or such a file; data.text_key, a name"
+    yield from _check_tokens(cfg)
     if cfg.path is None:
         yield "data.path=null: expected a file of text, or a folder of such files"
     for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
@@ -259,17 +258,59 @@ def _check_text(cfg: DataConfig) -> Iterator[str]:
             yield f"data.{key}={path}: there is no such file or folder; expected text"
         elif root is not None and not text_files(root):
             yield f"data.{key}={path}: has no files; hidden ones are left out"
-        elif root is not None and (problem := next(filter(None, map(_why_no_text, text_files(root)[:100])), None)):
+        elif root is not None and (
+            problem := next(
+                (why for file in text_files(root)[:100] if (why := _why_no_text(file, cfg.tokenizer))), None
+            )
+        ):
             yield f"data.{key}={path}: {problem}"
 
 
-_RECORDS = (".jsonl", ".parquet", ".arrow", ".bin", ".gz", ".zst", ".xz", ".zip", ".tar")
+def _check_tokens(cfg: DataConfig) -> Iterator[str]:
+    """Of what has ids: the tokenizer, packing, mixtures."""
+    if cfg.tokenizer not in (None, "bytes"):
+        file = Path(cfg.tokenizer).expanduser()
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            yield f"data.tokenizer={cfg.tokenizer}: has no tokenizer.json; expected bytes, its folder, or the file"
+        elif package_folder("tokenizers") is None:
+            yield f"data.tokenizer={cfg.tokenizer}: needs the package tokenizers: pip install 'amp-recipes[text]'"
+    if cfg.packing != "none":
+        yield f"data.packing={cfg.packing}: is not built yet; use data.packing=none"
+    if cfg.mix is not None:
+        bad = [
+            name for name, share in cfg.mix.items() if not isinstance(share, int | float) or not 0 < share < math.inf
+        ]
+        if bad or not cfg.mix:
+            yield f"data.mix={cfg.mix}: expected shares above 0, such as 'data.mix={{code:0.3,web:0.7}}'"
+        root = Path(cfg.path or "").expanduser()
+        lost = [name for name in cfg.mix if cfg.name == "text" and not text_files(root / name)]
+        if lost and cfg.path is not None:
+            yield f"data.mix: {cfg.path} has no {lost[0]} with files; expected files or folders below data.path"
 
 
-def _why_no_text(file: Path) -> str | None:
-    """Why the bytes of a file are not to be learned as they are; None: they are text."""
-    if file.suffix.lower() in _RECORDS:
-        return f"{file.name} is a {file.suffix} file, and data=text learns all bytes: write the texts themselves"
+def _check_shards(cfg: DataConfig) -> Iterator[str]:
+    if cfg.path is None:
+        yield "data.path=null: expected token shards: a file, a folder or a glob of *.bin or *.npy"
+    if cfg.augment:
+        yield f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out"
+    yield from _check_tokens(cfg)
+
+
+_RECORDS = (".jsonl", ".parquet", ".arrow", ".bin", ".npy", ".gz", ".zst", ".xz", ".zip", ".tar")
+
+
+def _why_no_text(file: Path, tokenizer: str | None) -> str | None:
+    """Why a file is not to be learned as it is; None: it is text."""
+    ending = file.suffix.lower()
+    if ending in (".jsonl", ".parquet") and tokenizer not in (None, "bytes"):
+        is_lost = ending == ".parquet" and package_folder("pyarrow") is None
+        return f"{file.name} needs the package pyarrow: pip install 'amp-recipes[text]'" if is_lost else None
+    if ending in (".bin", ".npy"):
+        return f"{file.name} is a {file.suffix} file, no text; data=tokens reads token shards"
+    if ending in _RECORDS:
+        how = "data.tokenizer=<folder>" if ending in (".jsonl", ".parquet") else "the texts themselves"
+        return f"{file.name} is a {file.suffix} file, and data=text learns all bytes: give {how}"
     try:
         with file.open("rb") as opened:  # `text_files` gives regular ones alone
             is_binary = b"\0" in opened.read(4096)
@@ -393,6 +434,11 @@ _DATA_SETS = {
     "torch_sources": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
     "torch_headers": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
     "text": _DataSet(needs=("path", "length"), takes=("eval_path", "num_samples", *_OF_TEXT[:4]), check=_check_text),
+    "tokens": _DataSet(
+        needs=("path", "length"),
+        takes=("eval_path", "num_samples", "tokenizer", "packing", "mix"),
+        check=_check_shards,
+    ),
     "brain": _DataSet(check=_check_brain),
     "digit_scenes": _DataSet(needs=("image_size", "num_samples"), check=_check_digit_scenes),
     "mask_folder": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_mask_folder),

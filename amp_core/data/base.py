@@ -137,11 +137,17 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+def mixed(seed: int, *columns: ArrayLike) -> NDArray[np.uint64]:
+    """64 bits [B], a function of the seed and row i of each column."""
+    state = _mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
+    for values in columns:
+        state = _mix(state + np.asarray(values).astype(np.uint64) + _GOLDEN)
+    return state
+
+
 def uniforms(seed: int, indices: ArrayLike, passes: ArrayLike, num: int) -> NDArray[np.float64]:
     """Random numbers in [0, 1), float64 [B, num]: row i is a function of (seed, indices[i], passes[i])."""
-    state = _mix(np.array([seed % 2**64], dtype=np.uint64) + _GOLDEN)
-    for values in (indices, passes):
-        state = _mix(state + np.asarray(values, dtype=np.int64).astype(np.uint64) + _GOLDEN)
+    state = mixed(seed, indices, passes)
     bits = _mix(state[:, None] + np.arange(1, num + 1, dtype=np.uint64) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

@@ -7,21 +7,22 @@ micro-batches and ranks differ in their number of valid tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from amp_core.config.checks import SOURCES, package_folder, text_files
-from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Data, Key, Paths, unpack
+from amp_core.data.base import Data, Key, unpack
 from amp_core.data.packing import IGNORE, Batch
 from amp_core.data.tokenizers import BYTES, read_tokenizer
+from amp_core.data.tokens import Documents, Mixture, Shard, check_ids, read_shards, tokenized
 
 EVAL_SHARE = 16
 """Training samples per evaluation sample, if text is held out or `data.num_samples` is given."""
@@ -57,28 +58,26 @@ def perplexities(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 class TextPieces:
-    """Chunks of files, in file order. Every byte but the first of a file is a target exactly once.
-
-    A file is read when one of its samples is requested; only names and sizes are in memory.
+    """Parts of documents, in their order. Every token but the first of a document is a target exactly once.
 
     Args:
-        paths: of the files.
+        documents: the documents, or the paths of files, each of which is one, in bytes.
         length: tokens of a sample.
-        span: first and last (exclusive) chunk to use; None: all.
+        span: first and last (exclusive) part to use; None: all.
         num_samples: at most this many of these, evenly spread; None: all.
     """
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        documents: Documents | Sequence[Path],
         length: int,
         *,
         span: tuple[int, int] | None = None,
         num_samples: int | None = None,
     ) -> None:
         self.length = length
-        self._paths = Paths(paths)
-        self._num_targets = np.array([max(path.stat().st_size - 1, 0) for path in paths], dtype=np.int64)
+        self.documents = documents if isinstance(documents, Documents) else _bytes_of(documents)
+        self._num_targets = np.maximum(self.documents.sizes - 1, 0)
         num_pieces = -(-self._num_targets // length)
         self._ends = np.cumsum(num_pieces)
         self._begins = self._ends - num_pieces
@@ -91,67 +90,121 @@ class TextPieces:
 
     def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
         pieces = self._pieces[unpack(keys)[0]]
-        files = np.searchsorted(self._ends, pieces, side="right")
-        starts = (pieces - self._begins[files]) * self.length
-        counts = np.minimum(self._num_targets[files] - starts, self.length)
+        numbers = np.searchsorted(self._ends, pieces, side="right")
+        starts = (pieces - self._begins[numbers]) * self.length
+        counts = np.minimum(self._num_targets[numbers] - starts, self.length)
         tokens = np.zeros((len(keys), self.length + 1), dtype=np.int64)
-        for row, (file, start, count) in enumerate(zip(files, starts, counts, strict=True)):
-            tokens[row, : count + 1] = _read(self._paths[file], start, count + 1)
+        for row, (document, start, count) in enumerate(zip(numbers, starts, counts, strict=True)):
+            tokens[row, : count + 1] = self.documents.read(int(document), int(start), int(count) + 1)
         targets = np.where(np.arange(self.length) < counts[:, None], tokens[:, 1:], IGNORE)
         return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets)
 
 
-def _read(path: str, start: int, size: int) -> NDArray[np.uint8]:
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            found = file.read(size)
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}") from error
-    if len(found) < size:
-        raise RunError(f"{path} got shorter since the run began; do not change text while a run uses it")
-    return np.frombuffer(found, dtype=np.uint8)
+def _bytes_of(paths: Sequence[Path]) -> Documents:
+    return Documents([Shard(path, "u1", path.stat().st_size) for path in paths], vocab_size=256)
 
 
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
-def _parts(cfg: DataConfig, paths: Sequence[Path], eval_paths: Sequence[Path] | None) -> Data:
-    """Training on `paths`; evaluation on other files, or on the end of these."""
+def _parts(
+    cfg: DataConfig, documents: Documents, eval_documents: Documents | None, few: int | None
+) -> list[TextPieces]:
+    """Training on `documents`; evaluation on others, or on the end of these. `few`: evaluation samples at most."""
     assert cfg.length, "check_data was not asked"
-    few = None if cfg.num_samples is None else max(1, cfg.num_samples // EVAL_SHARE)
     span = None
-    if eval_paths is None:
-        num_pieces = len(TextPieces(paths, cfg.length))
+    if eval_documents is None:
+        num_pieces = len(TextPieces(documents, cfg.length))
         span = (0, num_pieces - max(1, num_pieces // EVAL_SHARE))
-        held_out = TextPieces(paths, cfg.length, span=(span[1], num_pieces), num_samples=few)
+        held_out = TextPieces(documents, cfg.length, span=(span[1], num_pieces), num_samples=few)
     else:
-        held_out = TextPieces(eval_paths, cfg.length, num_samples=few)
-    train = TextPieces(paths, cfg.length, span=span, num_samples=cfg.num_samples)
-    if not train or not held_out:
+        held_out = TextPieces(eval_documents, cfg.length, num_samples=few)
+    train = TextPieces(documents, cfg.length, span=span, num_samples=None if cfg.mix else cfg.num_samples)
+    if not len(train) or not len(held_out):
         raise ConfigError(
             f"data={cfg.name}: too little text for one sample to train and one to evaluate; "
             f"use more text, or a data.length below {cfg.length}"
         )
-    tokenizer = read_tokenizer(cfg.tokenizer or BYTES)
-    facts = {"vocab_size": tokenizer.vocab_size, "length": cfg.length}
-    return Data(train, held_out, facts, tokenizer=tokenizer)
+    return [train, held_out]
+
+
+def _data(
+    cfg: DataConfig, seed: int, sources: Sequence[Documents], held_out: Documents | None, vocab_size: int
+) -> Data:
+    """One source, or the mixture of several."""
+    few = None if cfg.num_samples is None else max(1, cfg.num_samples // EVAL_SHARE)
+    parts = [_parts(cfg, source, held_out, few and -(-few // len(sources))) for source in sources]
+    facts = {"vocab_size": vocab_size, "length": cfg.length}
+    tokenizer = read_tokenizer(cfg.tokenizer) if cfg.tokenizer else None
+    if cfg.mix is None:
+        return Data(parts[0][0], parts[0][1], facts, tokenizer=tokenizer)
+    evaluations = [part[1] for part in parts][: 1 if held_out is not None else None]
+    mixture = Mixture([part[0] for part in parts], list(cfg.mix.values()), seed, cfg.num_samples)
+    return Data(mixture, Joined(evaluations), facts, tokenizer=tokenizer)
+
+
+class Joined:
+    """Data sets one after another."""
+
+    def __init__(self, parts: Sequence[TextPieces]) -> None:
+        self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, ...]:
+        found = []
+        for index, epoch in keys:
+            number = int(np.searchsorted(self._ends, index, side="right"))
+            begin = int(self._ends[number]) - len(self._parts[number])
+            found.append(self._parts[number].__getitems__([(index - begin, epoch)]))
+        return tuple(map(torch.cat, zip(*found, strict=True))) if found else self._parts[0].__getitems__([])
 
 
 def _sources(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     ending, *folders = SOURCES[cfg.name]
     train, held_out = (text_files(folder, ending) for folder in map(package_folder, folders) if folder is not None)
-    return _parts(cfg, train, held_out)
+    data = _data(cfg, seed, [_bytes_of(train)], _bytes_of(held_out), 256)
+    return replace(data, tokenizer=read_tokenizer(BYTES))
+
+
+def _roots(cfg: DataConfig) -> list[Path]:
+    """`data.path`, or what `data.mix` names below it."""
+    root = Path(cfg.path or "").expanduser()
+    return [root] if cfg.mix is None else [root / name for name in cfg.mix]
 
 
 def _text(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    assert cfg.path, "check_data was not asked"
-    held_out = None if cfg.eval_path is None else text_files(Path(cfg.eval_path).expanduser())
-    return _parts(cfg, text_files(Path(cfg.path).expanduser()), held_out)
+    assert cfg.tokenizer and cfg.text_key, "check_data was not asked"
+    tokenizer, key = read_tokenizer(cfg.tokenizer), cfg.text_key
+
+    def documents(root: Path) -> Documents:
+        files = text_files(root)
+        if tokenizer.file is None:
+            return _bytes_of(files)
+        return Documents(tokenized(files, tokenizer, key), vocab_size=tokenizer.vocab_size)
+
+    held_out = None if cfg.eval_path is None else documents(Path(cfg.eval_path).expanduser())
+    return _data(cfg, seed, [documents(root) for root in _roots(cfg)], held_out, tokenizer.vocab_size)
+
+
+def _tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    limit = read_tokenizer(cfg.tokenizer).vocab_size if cfg.tokenizer else None
+    patterns = [*map(str, _roots(cfg)), *([cfg.eval_path] if cfg.eval_path else [])]
+    shards = [read_shards(pattern) for pattern in patterns]
+    found = max(check_ids(each, limit) for each in shards)
+    vocab_size = limit or found
+    # Without packing a shard is one row of tokens, as nanoGPT and llm.c read it.
+    rows = [Documents([replace(s, ends=None) for s in each], vocab_size=vocab_size) for each in shards]
+    held_out = rows.pop() if cfg.eval_path else None
+    data = _data(cfg, seed, rows, held_out, vocab_size)
+    note = f"data=tokens: a vocabulary of {found:,} ids, the largest one in the shards; data.tokenizer gives its own"
+    return data if limit else replace(data, notes=(note,))
 
 
 BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
     "torch_sources": _sources,
     "torch_headers": _sources,
     "text": _text,
+    "tokens": _tokens,
 }

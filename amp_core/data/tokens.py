@@ -1,0 +1,421 @@
+"""Token ids in files: shards of nanoGPT, llm.c, Megatron and numpy, texts tokenized once, and mixtures.
+
+Everything is read by random access with plain reads of a few kB, which the page cache serves to all ranks and runs as
+it does a memory map; a file that shrinks in mid-run is an error with its name, and in a map it would be a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import codecs
+import fcntl
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.files import open_file, read_json, remove, remove_leftovers, sync_folder, write_file
+from amp_core.data.base import Dataset, Key, Paths, mixed, unpack
+from amp_core.data.tokenizers import Tokenizer
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of ids."""
+
+    path: Path
+    dtype: str
+    """Of numpy, little-endian."""
+    count: int
+    """Number of ids."""
+    offset: int = 0
+    """Bytes before the first one."""
+    ends: Ints | None = None
+    """Of the documents, exclusive; None: they are not known."""
+
+
+class Documents:
+    """Runs of ids that are read alone: the documents of shards, or whole shards where their ends are not known.
+
+    Attributes:
+        sizes: ids of each, int64 [N].
+    """
+
+    def __init__(self, shards: Sequence[Shard], *, vocab_size: int) -> None:
+        self._paths, self._vocab_size = Paths(shard.path for shard in shards), vocab_size
+        self._dtypes, self._offsets = [shard.dtype for shard in shards], [shard.offset for shard in shards]
+        ends = [np.array([shard.count]) if shard.ends is None else shard.ends for shard in shards]
+        self._last = np.cumsum([len(each) for each in ends])
+        begins = [np.concatenate([[0], each[:-1]]) for each in ends if len(each)]
+        self._begins = np.concatenate(begins).astype(np.int64) if begins else np.zeros(0, np.int64)
+        self.sizes: Ints = np.concatenate(ends).astype(np.int64) - self._begins if ends else self._begins
+
+    def read(self, document: int, start: int, count: int) -> NDArray[Any]:
+        """`count` ids from `start` on. RunError: the file has changed, or an id is beyond the vocabulary."""
+        number = int(np.searchsorted(self._last, document, side="right"))
+        path, dtype = self._paths[number], np.dtype(self._dtypes[number])
+        first = int(self._begins[document]) + start
+        try:
+            with open(path, "rb", buffering=0) as file:
+                found = os.pread(file.fileno(), count * dtype.itemsize, self._offsets[number] + first * dtype.itemsize)
+        except OSError as error:
+            raise RunError(f"cannot read {path}: {error.strerror}") from error
+        if len(found) < count * dtype.itemsize:
+            raise RunError(f"{path} got shorter since the run began; do not change text while a run uses it")
+        ids = np.frombuffer(found, dtype=dtype)
+        if dtype.itemsize > 1 and (problem := _beyond(ids, self._vocab_size)):
+            raise RunError(f"{path}: {problem(first)}; it changed since the run began")
+        return ids
+
+
+def _beyond(ids: NDArray[Any], vocab_size: int) -> Any:
+    """What to say of the first id that is not in the vocabulary, given the position of the first of these."""
+    if not len(ids) or (ids.max() < vocab_size and ids.min() >= 0):
+        return None
+    at = int(np.argmax((ids >= vocab_size) | (ids < 0)))
+    return lambda first: f"token {first + at:,} is {ids[at]}, and the vocabulary has {vocab_size:,} ids"
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+MANIFEST = "manifest.json"
+_LLMC = {20240520: (1, "<u2", 50257), 20240801: (7, "<u4", 128256)}
+"""llm.c: by the magic number of a header of 256 int32 the version, the dtype and the size of the vocabulary."""
+_MEGATRON = b"MMIDIDX\0\0"
+_MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def shard_files(pattern: str) -> list[Path]:
+    """A file, those of a folder, or those of a glob; in order of their names."""
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = path.glob("**/*")
+    else:
+        found = path.parent.glob(path.name) if any(sign in path.name for sign in "*?[") else ()
+    return sorted(f for f in found if f.suffix in (".bin", ".npy") and not f.name.endswith(".ends.npy"))
+
+
+def read_shards(pattern: str) -> list[Shard]:
+    """The shards of a file, a folder or a glob. ConfigError: there are none, or one is damaged."""
+    files = shard_files(pattern)
+    file = Path(pattern)
+    if not files:
+        raise ConfigError(f"data.path={pattern}: has no *.bin or *.npy; expected token shards")
+    try:
+        return [_shard(file := each) for each in files]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, struct.error) as problem:
+        about = "" if file.name in str(problem) else f"{file.name} cannot be read: "
+        raise ConfigError(f"data.path={pattern}: {about}{problem}") from problem
+
+
+def _shard(file: Path) -> Shard:
+    size = file.stat().st_size
+    if file.suffix == ".npy":
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"{file} has {array.dtype} {list(array.shape)}; expected whole numbers in one dimension")
+        return Shard(file, array.dtype.str, len(array), array.offset)
+    if file.with_suffix(".idx").is_file():
+        return _megatron(file, size)
+    with file.open("rb") as opened:
+        head = opened.read(1024)
+    magic, version, count = struct.unpack_from("<3i", head) if len(head) == 1024 else (0, 0, 0)
+    if magic in _LLMC:
+        wanted, dtype, _ = _LLMC[magic]
+        found = (size - 1024) / np.dtype(dtype).itemsize
+        if version != wanted or count != found:
+            raise ValueError(
+                f"{file}: its llm.c header says version {version} and {count:,} tokens; it has {found:,g} tokens, "
+                f"expected version {wanted}; copy it again"
+            )
+        return Shard(file, dtype, count, 1024)
+    about = read_json(file.with_name(MANIFEST))["shards"].get(file.name) if file.with_name(MANIFEST).is_file() else None
+    dtype = np.dtype(about["dtype"] if about else _dtype_of(file))
+    if size % dtype.itemsize:
+        raise ValueError(
+            f"{file} has {size:,} bytes, no multiple of the {dtype.itemsize} of {dtype.name}; copy it again"
+        )
+    if about is None:
+        return Shard(file, dtype.str, size // dtype.itemsize)
+    if size != about["tokens"] * dtype.itemsize:
+        raise ValueError(f"{file} has {size // dtype.itemsize:,} tokens, its {MANIFEST} says {about['tokens']:,}")
+    return Shard(file, dtype.str, about["tokens"], ends=np.load(file.with_suffix(".ends.npy"), allow_pickle=False))
+
+
+def _dtype_of(file: Path) -> str:
+    """nanoGPT's files have no header: uint32 if every second word is below 4 (ids below 2^18), else uint16."""
+    words = np.fromfile(file, "<u2", 1 << 16)
+    return "<u4" if len(words) > 1 and (words[1::2] < 4).all() and (words[0::2] >= 4).any() else "<u2"
+
+
+def _megatron(file: Path, size: int) -> Shard:
+    index = file.with_suffix(".idx")
+    head = index.read_bytes()
+    magic, version, code, num_sizes, num_ends = struct.unpack_from("<9sQBQQ", head)
+    if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES:
+        raise ValueError(f"{index} does not begin as Megatron's index of version 1 and whole numbers; copy it again")
+    dtype = np.dtype(_MEGATRON_DTYPES[code])
+    sizes = np.frombuffer(head, "<i4", num_sizes, 34)
+    pointers = np.frombuffer(head, "<i8", num_sizes, 34 + 4 * num_sizes)
+    documents = np.frombuffer(head, "<i8", num_ends, 34 + 12 * num_sizes)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    count = int(ends[-1]) if num_sizes else 0
+    if count * dtype.itemsize != size or (pointers != (ends - sizes) * dtype.itemsize).any():
+        raise ValueError(
+            f"{index} says {count:,} tokens of {dtype.name}, {file.name} has {size:,} bytes; copy both again"
+        )
+    return Shard(file, dtype.str, count, ends=np.concatenate([[0], ends])[documents[1:]])
+
+
+def check_ids(shards: Sequence[Shard], vocab_size: int | None) -> int:
+    """The largest id, plus 1. ConfigError: one is not below `vocab_size`."""
+    largest = 0
+    for shard in shards:
+        ids = np.memmap(shard.path, shard.dtype, "r", shard.offset, shard.count) if shard.count else np.zeros(0, int)
+        for first in range(0, shard.count, 1 << 24):
+            part = np.asarray(ids[first : first + (1 << 24)])
+            largest = max(largest, int(part.max()) + 1)
+            if problem := _beyond(part, 1 << 62 if vocab_size is None else vocab_size):
+                raise ConfigError(f"{shard.path}: {problem(first)}; use the tokenizer that made it")
+    return largest
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+_MOST_LINE = 1 << 28
+_PART = 1 << 20
+_CUT = re.compile(r"[^\W_](?=\n)")
+"""Where long documents are tokenized in parts: between a letter or digit and a newline, as pre-tokenizers split."""
+
+
+def texts_of(file: Path, key: str) -> Iterator[tuple[str, bool]]:
+    """Parts of the documents of a file, and whether each ends one. ConfigError names the file and the line."""
+    kind = file.suffix.lower()
+    try:
+        if kind not in (".jsonl", ".parquet"):
+            yield from _plain(file)
+            return
+        for where, text in _lines(file, key) if kind == ".jsonl" else _rows(file, key):
+            if not isinstance(text, str):
+                raise ConfigError(f"{file}, {where}: {key!r} is {type(text).__name__}; expected text")
+            text.encode()
+            yield from _parts(text)
+    except UnicodeEncodeError as problem:
+        raise ConfigError(f"{file}, {where}: {key!r} holds half of a surrogate pair") from problem
+    except OSError as problem:
+        raise ConfigError(f"{file} cannot be read: {problem.strerror or problem}") from problem
+
+
+def _parts(text: str, is_end: bool = True) -> Iterator[tuple[str, bool]]:
+    while len(text) > _PART:
+        at = max((found.end() for found in _CUT.finditer(text, _PART // 2, _PART)), default=_PART)
+        yield text[:at], False
+        text = text[at:]
+    yield text, is_end
+
+
+def _plain(file: Path) -> Iterator[tuple[str, bool]]:
+    decoder, rest, place = codecs.getincrementaldecoder("utf-8")(), "", 0
+    with file.open("rb") as opened:
+        while True:
+            content = opened.read(_PART)
+            pending = len(decoder.getstate()[0])
+            try:
+                rest += decoder.decode(content, final=not content)
+            except UnicodeDecodeError as problem:
+                raise ConfigError(f"{file}, byte {place - pending + problem.start:,}: is not UTF-8") from problem
+            place += len(content)
+            *parts, (rest, _) = _parts(rest, not content)
+            yield from parts
+            if not content:
+                yield rest, True
+                return
+
+
+def _lines(file: Path, key: str) -> Iterator[tuple[str, Any]]:
+    with file.open("rb") as opened:
+        number = 0
+        while line := opened.readline(_MOST_LINE + 1):
+            number += 1
+            where = f"{file}, line {number}"
+            if len(line) > _MOST_LINE:
+                raise ConfigError(f"{where}: has more than {_MOST_LINE >> 20} MiB; expected one document a line")
+            if not line.strip():
+                raise ConfigError(f"{where}: is empty; expected an object with {key!r}")
+            try:
+                found = json.loads(line.decode())
+            except UnicodeDecodeError as problem:
+                raise ConfigError(f"{where}: is not UTF-8 (byte {problem.start} of the line)") from problem
+            except (ValueError, RecursionError) as problem:
+                raise ConfigError(f"{where}: is not JSON: {problem}") from problem
+            if not isinstance(found, dict) or key not in found:
+                has = f"has the keys {', '.join(list(found)[:8])}" if isinstance(found, dict) else "is no object"
+                raise ConfigError(f"{where}: {has}, not {key!r}; name the text's own by data.text_key")
+            yield f"line {number}", found[key]
+
+
+def _rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
+    import pyarrow  # type: ignore[import-not-found]
+    import pyarrow.parquet as parquet  # type: ignore[import-not-found]
+
+    try:
+        with parquet.ParquetFile(file) as table:
+            if key not in table.schema_arrow.names:
+                names = ", ".join(table.schema_arrow.names[:8])
+                raise ConfigError(f"{file}: has the columns {names}, not {key!r}; name the text's own by data.text_key")
+            row = 0
+            for batch in table.iter_batches(batch_size=256, columns=[key]):
+                for text in batch.column(0).to_pylist():
+                    row += 1
+                    yield f"row {row}", text
+    except (pyarrow.ArrowException, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{file} cannot be read as parquet: {problem}") from problem
+
+
+def write_tokens(files: Sequence[Path], tokenizer: Tokenizer, key: str, folder: Path, name: str = "tokens") -> None:
+    """Writes the tokens of texts into a new folder as a shard with the ends of its documents and a manifest."""
+    if tokenizer.eos is None:
+        raise ConfigError(
+            f"data.tokenizer={tokenizer.name}: names no EOS, which ends documents; write eos_token into "
+            f"tokenizer_config.json beside it"
+        )
+    dtype, ends, count = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), [], 0
+    with (folder / f"{name}.bin").open("xb") as output:
+        for parts in _batches(part for file in files for part in texts_of(file, key)):
+            for ids, (_, is_end) in zip(tokenizer.encode([text for text, _ in parts]), parts, strict=True):
+                ids += [tokenizer.eos] * is_end
+                output.write(np.array(ids, dtype=dtype).tobytes())
+                count += len(ids)
+                ends += [count] * is_end
+        output.flush()
+        os.fsync(output.fileno())
+    np.save(folder / f"{name}.ends.npy", np.array(ends, dtype=np.int64))
+    about = {"dtype": dtype.name, "tokens": count, "documents": len(ends)}
+    facts = {"tokenizer": tokenizer.digest, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
+    write_file(folder / MANIFEST, json.dumps(facts | {"shards": {f"{name}.bin": about}}, indent=1).encode())
+
+
+def _batches(parts: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    """Enough text at a time for all cores."""
+    batch, size = [], 0
+    for part in parts:
+        batch.append(part)
+        size += len(part[0])
+        if size >= 4 * _PART:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(root).expanduser() / "amp-recipes" / "tokens"
+
+
+def tokenized(files: Sequence[Path], tokenizer: Tokenizer, key: str) -> list[Shard]:
+    """The tokens of texts, from the cache; made by the first process that asks, while others wait for it.
+
+    Named by the paths, sizes and times of the files, and by the tokenizer: a run starts without reading them again.
+    """
+    about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    name = hashlib.sha256(repr((1, tokenizer.digest, key, about)).encode()).hexdigest()[:32]
+    root = cache_folder()
+    folder = root / name
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(open_file(root / f"{name}.lock", os.O_RDWR | os.O_CREAT), "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel frees it when a process dies
+            if not folder.is_dir():
+                remove_leftovers(root)
+                temporary = root / f".tmp-{os.getpid()}-{os.urandom(8).hex()}"
+                temporary.mkdir()
+                try:
+                    write_tokens(files, tokenizer, key, temporary)
+                    os.rename(temporary, folder)
+                except BaseException:
+                    remove(temporary)
+                    raise
+                sync_folder(root)
+    except OSError as problem:
+        raise ConfigError(f"{root}: tokens cannot be kept there: {problem}; set XDG_CACHE_HOME") from problem
+    return read_shards(str(folder))
+
+
+# --- mixtures ---------------------------------------------------------------------------------------------------------
+
+
+class Mixture:
+    """Sources by weight: an exact function of (seed, index, epoch), hence of the step.
+
+    In epoch e a source with n samples in it, by its weight, gives the draws e * n to (e + 1) * n - 1 of its own endless
+    sequence of permutations. So a sample of a source comes again only when all others of it have come.
+
+    Args:
+        sources: the data sets.
+        weights: of each, above 0; they need not sum to 1.
+        seed: of the permutations.
+        num_samples: samples of an epoch; None: as many as the sources have.
+    """
+
+    def __init__(
+        self, sources: Sequence[Dataset], weights: Sequence[float], seed: int, num_samples: int | None = None
+    ) -> None:
+        self._sources, self._seed = sources, seed
+        self._lengths = np.array([len(source) for source in sources])
+        shares = np.cumsum(np.array(weights) / np.sum(weights))
+        shares[-1] = 1.0
+        self._ends = np.round(shares * (num_samples or self._lengths.sum())).astype(np.int64)
+        self._counts = np.diff(self._ends, prepend=0)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitems__(self, keys: Sequence[Key]) -> Any:
+        indices, epochs = unpack(keys)
+        which = np.searchsorted(self._ends, indices, side="right")
+        draws = epochs * self._counts[which] + indices - (self._ends - self._counts)[which]
+        passes, places = np.divmod(draws, self._lengths[which])
+        rows, batches = [], []
+        for number in np.unique(which) if len(keys) else [0]:
+            here = np.flatnonzero(which == number)
+            length = int(self._lengths[number])
+            found = permuted(self._seed + 7919 * int(number), passes[here], places[here], length)
+            rows.append(here)
+            batches.append(
+                self._sources[number].__getitems__(list(zip(found.tolist(), passes[here].tolist(), strict=True)))
+            )
+        order = torch.from_numpy(np.argsort(np.concatenate(rows), kind="stable"))
+        return tuple(torch.cat(parts)[order] for parts in zip(*batches, strict=True))
+
+
+def permuted(seed: int, passes: Ints, places: Ints, length: int) -> Ints:
+    """Where the permutation of (seed, pass) of range(length) takes a place, each alone: no table is kept.
+
+    A Feistel network of 6 rounds over the least 4^k >= length, applied again while the result is beyond the length
+    (Black and Rogaway 2002, cycle walking): at most 4 times on average.
+    """
+    half = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    found, todo = places.astype(np.uint64), np.arange(len(places))
+    while len(todo):
+        left, right = found[todo] >> np.uint64(half), found[todo] & mask
+        for turn in range(6):
+            key = mixed(seed + turn * 104729, passes[todo], right)
+            left, right = right, left ^ (key & mask)
+        found[todo] = (left << np.uint64(half)) | right
+        todo = todo[found[todo] >= np.uint64(length)]
+    return found.astype(np.int64)
