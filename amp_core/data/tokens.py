@@ -124,7 +124,7 @@ def read_shards(pattern: str) -> list[Shard]:
 def _shard(file: Path) -> Shard:
     size = file.stat().st_size
     if file.suffix == ".npy":
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(file, mode="r")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{file} has {array.dtype} {list(array.shape)}; expected whole numbers in one dimension")
         return Shard(file, array.dtype.str, len(array), array.offset)
@@ -152,7 +152,9 @@ def _shard(file: Path) -> Shard:
         return Shard(file, dtype.str, size // dtype.itemsize)
     if size != about["tokens"] * dtype.itemsize:
         raise ValueError(f"{file} has {size // dtype.itemsize:,} tokens, its {MANIFEST} says {about['tokens']:,}")
-    return Shard(file, dtype.str, about["tokens"], ends=np.load(file.with_suffix(".ends.npy"), allow_pickle=False))
+    return Shard(
+        file, dtype.str, about["tokens"], ends=np.lib.format.open_memmap(file.with_suffix(".ends.npy"), mode="r")
+    )
 
 
 def _dtype_of(file: Path) -> str:
