@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from running import Forked, checkpoints, descendants, differing, lines, same_but, state, summary, wait_until
+from running import Forked, checkpoints, descendants, differing, lines, same_but, state, summary, timeless, wait_until
 from shared import free_port
 from test_recipes import arguments, as_rank, on_two_ranks
 from test_recipes import run as run_recipe
@@ -281,11 +281,6 @@ def kill_and_compare(settings, begin, complete):
     assert not same_but(state("whole"), state("broken"))
     assert state("whole")["progress"]["skipped"] >= 1
     assert timeless(lines("whole")) == timeless(lines("broken")) and unfinished
-
-
-def timeless(metrics):
-    """Lines without what the clock decides."""
-    return [{k: v for k, v in line.items() if k not in ("samples_per_second", "data_wait")} for line in metrics]
 
 
 class Killed(BaseException):

@@ -25,14 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("support", "recipes"))]
 
 import torch
-from running import checkpoints, lines, state
+from running import CLOCKS, checkpoints, lines, state
 from test_recipes import FAULT, SMALL, WINDOW
 
 import train
 from recipes import RECIPES
 
 MODES = ("fp32", "bf16", "fp16")
-CLOCKS = {"samples_per_second", "data_wait", "seconds"}
 
 
 def digest(value: Any) -> str:

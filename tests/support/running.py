@@ -98,6 +98,14 @@ def lines(folder):
     return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
+CLOCKS = {"samples_per_second", "tokens_per_second", "mfu", "data_wait", "seconds"}
+
+
+def timeless(metrics):
+    """Lines without what the clock decides."""
+    return [{key: value for key, value in line.items() if key not in CLOCKS} for line in metrics]
+
+
 def differing(a, b, path=""):
     """Paths at which two nested states differ in any bit."""
     if isinstance(a, torch.Tensor):

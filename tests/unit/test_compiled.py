@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import lines, refused_before_the_start, same_but, state
+from running import lines, refused_before_the_start, same_but, state, timeless
 from test_recipes import arguments
 from tiers import rows
 from torch import Tensor, nn
@@ -321,10 +321,7 @@ RUN += ["doctor.statistics_every=4"]
 
 def compared(folder, *overrides):
     assert train.main(arguments("language_model", f"run_dir={folder}", *RUN, *overrides)) == 0
-    train_lines = [line for line in lines(folder) if line["split"] == "train"]
-    return [
-        {k: v for k, v in line.items() if k not in ("samples_per_second", "data_wait")} for line in train_lines
-    ], state(folder)
+    return timeless(line for line in lines(folder) if line["split"] == "train"), state(folder)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import tape
 import torch
 import torch.distributed as dist
-from running import lines, same_but, state
+from running import lines, same_but, state, timeless
 from test_recipes import arguments
 from tiers import rows
 from torch import Tensor, nn
@@ -291,9 +291,7 @@ SMALL = ["amp=fp16", "amp.growth_interval=1", "accumulation=2", "clip=norm", "em
 def compared(recipe, folder, *overrides):
     """The metrics without their times, and the last checkpoint."""
     assert train.main(arguments(recipe, f"run_dir={folder}", *SMALL, *overrides)) == 0
-    return [
-        {k: v for k, v in line.items() if k not in ("samples_per_second", "data_wait")} for line in lines(folder)
-    ], state(folder)
+    return timeless(lines(folder)), state(folder)
 
 
 @pytest.mark.parametrize("recipe", rows(["face_recognition", "language_model"], "language_model"))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import running
 import small
 import torch
 import torch.distributed as dist
@@ -312,11 +313,8 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without the one number that depends on the clock."""
-    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in ("samples_per_second", "data_wait")} for line in read
-    ]
+    """The lines of metrics.jsonl, without what the clock decides."""
+    return running.timeless(running.lines(folder))
 
 
 def last_step(folder: Path) -> int:
