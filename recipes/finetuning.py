@@ -1,4 +1,4 @@
-"""Fine-tuning: a frozen 16-bit base and fp32 adapters (LoRA).
+"""Fine-tuning: a frozen 16-bit base and fp32 adapters (LoRA), or all weights.
 
 The lesson: what is frozen may be stored in 16 bits, what is trained may not. Autocast casts the matrices of a base at
 each call anyway: stored in 16 bits they give the same numbers in half of the memory, without gradients, moments or
@@ -9,6 +9,8 @@ half of the spacing of a weight is lost. Merge in fp32, too: 16 bits round what 
     python train.py recipe=language_model model=gpt_small run_dir=runs/base    a base of Python sources, and
     python train.py recipe=finetuning model.weights=runs/base                  its adapter to C++ headers
     python train.py recipe=finetuning model.weights=runs/base recipe.base=nf4 data=text data.path=book.txt
+
+    python train.py recipe=finetuning model=hf model.name=<folder> model.weights=default recipe.adapter=none
 
 A checkpoint holds the adapter alone and the SHA-256 of its base; another base is refused. `merged.pt`, written at the
 end, has both as plain weights: `recipe=language_model model.weights=<run>/merged.pt`. `recipe.adapter=peft` uses the
@@ -22,12 +24,9 @@ Sources: Hu et al., "LoRA" (arXiv:2106.09685); Dettmers et al., "QLoRA" (arXiv:2
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import logging
 import math
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,21 +39,22 @@ from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
 from amp_core.checkpoints.export import write_state
 from amp_core.checkpoints.parts import save_trained_alone
 from amp_core.config.checks import package_folder
-from amp_core.config.errors import CheckpointError, ConfigError, suggest
-from amp_core.config.schema import Config, RecipeConfig, expected
+from amp_core.config.errors import CheckpointError, ConfigError
+from amp_core.config.schema import SHARDED, Config, RecipeConfig, expected
 from amp_core.data.text import num_bytes, num_valid, outputs_of, perplexities, token_loss
+from amp_core.heads.losses import give_loss
 from amp_core.layouts.fsdp import cast_whole
+from amp_core.models.adapters import Lora, find_layers, merged, sizes_of
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.models.packed import check_packing
 from amp_core.run.pretrained import load_pretrained, path_of
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.run.terminal import say
-from amp_core.tensors import unwrap, widest
+from amp_core.tensors import full_copy, is_sharded, unwrap, widest
 from amp_core.vision import import_torchvision
 
 DATA = "text"
 MODELS = LANGUAGE_MODELS
-LAYOUTS = ("single", "data_parallel", "ddp")
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,16 @@ class Knobs(RecipeConfig):
     """Without model.weights: steps that train a base on torch's Python sources, kept as base.pt of the run folder."""
     base: Literal["auto", "int8", "nf4"]
     """How adapted layers are stored: auto: in the 16 bits of the mode; int8, nf4: in 8 or 4 bits by bitsandbytes."""
-    adapter: Literal["lora", "peft"]
-    """lora: the class in this file; peft: the package."""
-    targets: list[str]
-    """Linear layers that get adapters, as globs of names."""
+    adapter: Literal["none", "lora", "peft"]
+    """none: all weights are trained; lora: the class in `models/adapters.py`; peft: the package."""
+    targets: list[str] | None
+    """Linear layers that get adapters, as globs of names; null: all those of the blocks."""
     rank: int
     """Rank of an adapter."""
     alpha: float
     """An adapter's output is multiplied by alpha / rank."""
+    loss_chunk: int | None
+    """Tokens whose logits are materialised at a time; null: all. For vocabularies of tens of thousands."""
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
@@ -84,9 +86,17 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
         base_steps=(knobs.base_steps > 0, "a number above 0"),
         rank=(knobs.rank > 0, "a number above 0"),
         alpha=(knobs.alpha > 0, "a number above 0"),
+        loss_chunk=(knobs.loss_chunk is None or knobs.loss_chunk >= 1, "a number of tokens above 0, or null"),
     )
     problems += [f"recipe=finetuning: needs the package {name}: pip install 'amp-recipes[peft]'" for name in missing]
-    if cfg.amp.update is not None or cfg.amp.float8:
+    if knobs.base != "auto" and cfg.layout.name in SHARDED:
+        problems.append(f"recipe.base={knobs.base}: bytes of 8 and 4 bits are not sharded; use layout=ddp")
+    if knobs.adapter == "none":
+        if cfg.model.weights is None:
+            problems.append("recipe.adapter=none: trains all weights of a base; expected its file as model.weights")
+        if knobs.base != "auto" or knobs.targets is not None:
+            problems.append("recipe.adapter=none: leave out recipe.base and recipe.targets, which are for adapters")
+    elif cfg.amp.update is not None or cfg.amp.float8:
         problems.append(f"amp={cfg.amp.name}: would convert the adapters, too; use fp32, tf32, bf16 or fp16")
     return problems
 
@@ -96,23 +106,23 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     knobs = Knobs(**cfg.recipe)
     data = build_data(cfg.data, seed=cfg.seed)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
-    net = build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts)
+    is_loaded = cfg.model.weights is not None
+    net = build_model(cfg.model.name, MODELS, options=cfg.model.options, is_loaded=is_loaded, **data.facts)
     if cfg.data.packing not in (None, "none"):
         check_packing(net, cfg.model.name)
-    layers = find_layers(net, knobs.targets)
-    sizes: dict[str, Any] = {name: net.get_submodule(name).in_features for name in layers}
-    if knobs.base == "nf4" and (odd := [name for name in layers if sizes[name] % 64]):
-        raise ConfigError(f"recipe.base=nf4: {odd[0]} has {sizes[odd[0]]} inputs; expected a multiple of 64")
-    base = Base(sha256=load_base(net, cfg, env, knobs))
-    keep_fp32(net, cfg.amp.keep_fp32)  # an island keeps fp32 weights
-    freeze(net, amp.dtype, knobs.base, layers)
-    env.seed_step(0)  # the same adapters, whether this process trained the base or read it
-    adapt(net, layers, knobs)
-    model = env.wrap(net, amp, has_weights=True)
+    if knobs.loss_chunk is not None:
+        give_loss(net.head, knobs.loss_chunk)  # type: ignore[arg-type]
+    base = None if knobs.adapter == "none" else Base(sha256=prepare(net, cfg, env, knobs, amp))
+    model = env.wrap(net, amp, has_weights=base is not None)
     optimizer = build_optimizer(cfg.optimizer, model)
     schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
     ema = build_ema(cfg.ema, model, share_frozen=True)
     clip = Clip.of(cfg.clip)
+
+    def loss_of(net: nn.Module, batch: Any) -> Tensor:
+        if knobs.loss_chunk is not None:
+            return outputs_of(net, batch, targets=batch[1])
+        return token_loss(outputs_of(net, batch), batch[1])
 
     def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
@@ -120,9 +130,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
                     # Of a micro-batch without a valid token the loss is 0, not 0 / 0.
-                    loss = token_loss(outputs_of(model, micro.batch), micro.batch[1]) / num_valid(micro.batch).clamp(
-                        min=1
-                    )
+                    loss = loss_of(model, micro.batch) / num_valid(micro.batch).clamp(min=1)
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
         report = amp.step(optimizer, clip)
@@ -138,20 +146,24 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         totals = torch.zeros(3, dtype=widest(env.device), device=env.device)  # loss, tokens, bytes: read back once
         for batch in env.eval_batches(data.eval, 32):
             with amp.autocast():
-                loss = token_loss(outputs_of(net, batch), batch[1])
+                loss = loss_of(net, batch)
             totals += torch.stack([loss, num_valid(batch), num_bytes(data, batch[1])])
         total, num_tokens, size = env.sum_over_ranks(totals).tolist()
         return {"loss": total / num_tokens, "bits_per_byte": total / max(size, 1) / math.log(2)}
 
     # Adapters are still 0, also before a resume.
-    of_base = {"base_loss": evaluate(unwrap(model).eval())["loss"]} if base["sha256"] else {}
+    evaluates = base and base["sha256"] and cfg.task in ("train", "evaluate")
+    of_base = {"base_loss": evaluate(unwrap(model).eval())["loss"]} if evaluates else {}
     parts: dict[str, Any] = {"base": base, "model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
     loop = Loop(env, data, amp=amp, evaluate=lambda net: evaluate(net) | of_base, predict=perplexities, **parts)
     for window in loop.windows(count=num_valid):
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
-    if cfg.task == "train" and env.run_dir is not None and env.is_main:
-        write_state(env.run_dir / "merged.pt", merged(unwrap(model) if ema is None else ema.model, layers))
+    if cfg.task == "train" and env.run_dir is not None and base is not None:
+        last = unwrap(model) if ema is None else ema.model
+        whole = full_copy(last, "cpu") if is_sharded(last) else last  # on all ranks
+        if env.is_main:
+            write_state(env.run_dir / "merged.pt", merged(whole))
     return loop.eval
 
 
@@ -168,6 +180,25 @@ class Base(dict[str, Any]):
                 f"the adapter belongs to the base with SHA-256 {state.get('sha256')}, {here}; "
                 f"expected the base that it was trained with as model.weights"
             )
+
+
+def prepare(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs, amp: Amp) -> str | None:
+    """Load, freeze and adapt a base, in place. Returns its SHA-256."""
+    layers = find_layers(net, knobs.targets)
+    sizes = {name: sizes_of(net.get_submodule(name))[0] for name in layers}
+    if knobs.base == "nf4" and (odd := [name for name in layers if sizes[name] % 64]):
+        raise ConfigError(f"recipe.base=nf4: {odd[0]} has {sizes[odd[0]]} inputs; expected a multiple of 64")
+    if knobs.base != "auto" and (
+        odd := [name for name in layers if not isinstance(net.get_submodule(name), nn.Linear)]
+    ):
+        kind = type(net.get_submodule(odd[0])).__name__
+        raise ConfigError(f"recipe.base={knobs.base}: {odd[0]} is a {kind}; expected nn.Linear, or recipe.base=auto")
+    sha256 = load_base(net, cfg, env, knobs)
+    keep_fp32(net, cfg.amp.keep_fp32)  # an island keeps fp32 weights
+    freeze(net, amp.dtype, knobs.base, layers)
+    env.seed_step(0)  # the same adapters, whether this process trained the base or read it
+    adapt(net, layers, knobs)
+    return sha256
 
 
 def load_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> str | None:
@@ -227,39 +258,6 @@ def freeze(net: nn.Module, dtype: torch.dtype, kind: str, layers: list[str]) -> 
         net.set_submodule(name, low.requires_grad_(False).to(layer.weight.device))  # quantises
 
 
-class Lora(nn.Module):
-    """A frozen linear layer with an adapter: W x + alpha / rank B A x. A and B are fp32, B is 0 at first."""
-
-    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
-        super().__init__()
-        self.base_layer, self.scale = base, alpha / rank
-        self.a = nn.Linear(base.in_features, rank, bias=False)
-        self.b = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.b.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.scale * self.b(self.a(x))
-
-    def get_delta_weight(self, name: str) -> Tensor:  # as it is called in peft
-        return self.scale * self.b.weight @ self.a.weight
-
-
-def find_layers(net: nn.Module, globs: list[str]) -> list[str]:
-    """The names of the linear layers that get adapters."""
-    linear = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
-    if wrong := [glob for glob in globs or [""] if not fnmatch.filter(linear, glob)]:
-        kinds = dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in linear)
-        raise ConfigError(f"recipe.targets={globs}: {wrong[0]} is no linear layer. {suggest(wrong[0], kinds)}")
-    found = [name for name in linear if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
-    users = Counter(id(param) for _, param in net.named_parameters(remove_duplicate=False))
-    if tied := [name for name in found if users[id(net.get_submodule(name).weight)] > 1]:
-        raise ConfigError(
-            f"recipe.targets={globs}: {tied[0]} shares its weight with another layer, which its merged adapter would "
-            f"change; leave it out"
-        )
-    return found
-
-
 def adapt(net: nn.Module, layers: list[str], knobs: Knobs) -> None:
     """Give layers of a frozen network adapters, in place, and leave the base out of its state dict."""
     if knobs.adapter == "peft":
@@ -275,19 +273,3 @@ def adapt(net: nn.Module, layers: list[str], knobs: Knobs) -> None:
         for name in layers:
             net.set_submodule(name, Lora(net.get_submodule(name), knobs.rank, knobs.alpha))  # type: ignore[arg-type]
     save_trained_alone(net)
-
-
-@torch.no_grad()
-def merged(net: nn.Module, layers: list[str]) -> dict[str, Tensor]:
-    """The fp32 weights of base plus adapters, under the names of the base."""
-    inside = tuple(f"{name}." for name in layers)
-    found = {name: param.float() for name, param in net.named_parameters() if not name.startswith(inside)}
-    for name in layers:
-        adapted: Any = net.get_submodule(name)
-        layer = adapted.base_layer
-        eye = torch.eye(layer.in_features, device=layer.weight.device)  # shows what a quantised layer multiplies with
-        weight = layer.weight if layer.weight.is_floating_point() else (layer(eye) - layer(0 * eye[:1])).T
-        found[f"{name}.weight"] = weight.float() + adapted.get_delta_weight("default").float()
-        if layer.bias is not None:
-            found[f"{name}.bias"] = layer.bias.float()
-    return found

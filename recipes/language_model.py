@@ -68,7 +68,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     knobs = Knobs(**cfg.recipe)
     data = build_data(cfg.data, seed=cfg.seed)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
-    model = build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts)
+    is_loaded = cfg.model.weights is not None
+    model = build_model(cfg.model.name, MODELS, options=cfg.model.options, is_loaded=is_loaded, **data.facts)
     if cfg.data.packing not in (None, "none"):
         check_packing(model, cfg.model.name)
     if knobs.loss_chunk is not None:
@@ -168,9 +169,8 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
             f"recipe.eval_offset={knobs.eval_offset}: a learned table ends with data.length; "
             f"use model.options.positions=rope or alibi"
         )
-    for key in ("eval_offset", "loss_chunk"):
-        if getattr(knobs, key) is not None and cfg.model.name != "gpt":
-            problems.append(f"recipe.{key}={getattr(knobs, key)}: needs model=gpt, not {cfg.model.name}; leave it out")
+    if knobs.eval_offset is not None and cfg.model.name != "gpt":
+        problems.append(f"recipe.eval_offset={knobs.eval_offset}: needs model=gpt, not {cfg.model.name}; leave it out")
     if not knobs.prompt:
         problems.append("recipe.prompt='': expected at least one character")
     return problems

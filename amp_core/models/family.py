@@ -108,13 +108,16 @@ def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[s
     return problems
 
 
-def build_model(name: str, family: Family, *, options: Mapping[str, Any], **facts: Any) -> nn.Module:
+def build_model(
+    name: str, family: Family, *, options: Mapping[str, Any], is_loaded: bool = False, **facts: Any
+) -> nn.Module:
     """A network of the family with initial weights, on the CPU.
 
     Args:
         name: one of `family.names()`.
         family: what kind of network.
         options: keyword arguments of its builder.
+        is_loaded: weights follow: a network of a folder of transformers keeps the vocabulary of that folder.
         **facts: facts of the data that the family needs (`Data.facts`), such as `num_classes` and `image_shape`.
 
     Raises:
@@ -155,7 +158,9 @@ def build_model(name: str, family: Family, *, options: Mapping[str, Any], **fact
             raise ConfigError(
                 f"model.name={name}: returns {output}, expected logits {expected}; use another model.name"
             )
-    return builder(**facts, **options)
+    # The vocabulary of a folder may be padded beyond the tokens of the data; that of the data is the least.
+    keeps = {"is_loaded": True} if is_loaded and name.startswith("hf:") and "vocab_size" in facts else {}
+    return builder(**facts, **options, **keeps)
 
 
 def check_count(key: str, value: Any) -> None:

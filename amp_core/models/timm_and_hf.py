@@ -29,6 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "vit_tiny": {"model_type": "vit", "patch_size": 4, **_SMALL},
 }
 """Small configurations of transformers by name; options override their fields."""
+NUM_BYTES = 256
 Builder = Callable[..., nn.Module]
 
 
@@ -79,10 +80,33 @@ def timm_segmenter(name: str) -> Builder:
 class _Logits:
     """Precedes the class of a network of transformers: its forward pass returns logits instead of an object."""
 
-    def forward(self, inputs: Tensor, offset: int = 0, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, offset: int = 0, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         assert offset == 0  # recipes/language_model.py refuses others
         packed = {} if positions is None else _packed(self.config, positions)  # type: ignore[attr-defined]
+        if targets is not None:  # the summed loss, of a head of `heads.losses`
+            net: Any = self
+            return net.get_output_embeddings()(net.base_model(inputs, **packed)[0], targets)
         return super().forward(inputs, **packed).logits  # type: ignore[misc]
+
+    @property
+    def head(self) -> nn.Module:
+        """The last layer, from the hidden states to the logits. ConfigError: logits are more than its output."""
+        net: Any = self
+        inputs = torch.zeros(1, 2, dtype=torch.int64, device=next(net.parameters()).device)
+        layer, was_training = net.get_output_embeddings(), net.training
+        with torch.no_grad():
+            net.eval()
+            hidden, logits = net.base_model(inputs)[0], super().forward(inputs).logits  # type: ignore[misc]
+            is_all = isinstance(layer, nn.Linear) and torch.equal(layer(hidden), logits)
+            net.train(was_training)
+        if not is_all:
+            raise ConfigError(
+                f"recipe.loss_chunk: {type(self).__name__} computes more than a linear layer between its last hidden "
+                f"states and its logits; use recipe.loss_chunk=null"
+            )
+        return layer
 
 
 def _packed(config: Any, positions: Tensor) -> dict[str, Tensor]:
@@ -146,7 +170,14 @@ def _transformers(name: str, task: str, fields: Callable[..., dict[str, Any]]) -
     keys, facts = {*config().to_dict(), *config.attribute_map}, inspect.signature(fields).parameters
 
     def build(**given: Any) -> nn.Module:
-        length = given.get("length", 0)
+        length, is_loaded, needed = given.get("length", 0), given.pop("is_loaded", False), given.get("vocab_size", 0)
+        # Bytes mean nothing to a network of another vocabulary, and its weights are then refused.
+        if is_loaded and needed != NUM_BYTES and (own := values.get("vocab_size")) is not None:
+            if own < needed:
+                raise ConfigError(
+                    f"{called}: knows {own:,} tokens, the data has {needed:,}; use the tokenizer of {name}"
+                )
+            given["vocab_size"] = own
         fixed = fields(**{key: given.pop(key) for key in facts})
         fixed = {key: value for key, value in fixed.items() if key in keys or key == "num_labels"}
         net = network(config.from_dict({**values, **given, **fixed}))

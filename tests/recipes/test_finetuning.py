@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HALF = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 MODE = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
-KNOBS = Knobs("finetuning", "1 steps", "loss", "min", 1, "auto", "lora", ["blocks.*"], 4, 8.0)
+KNOBS = Knobs("finetuning", "1 steps", "loss", "min", 1, "auto", "lora", None, 4, 8.0, None)
 LAYERS = ["blocks.0.qkv", "blocks.0.out", "blocks.0.up", "blocks.0.down"]
 
 
@@ -190,7 +190,7 @@ def test_the_adapters_of_peft_compute_the_same_and_would_be_16_bit(dtype: torch.
     with torch.no_grad():
         for here, there in zip(trained(by_hand).values(), trained(theirs).values(), strict=True):
             there.copy_(here)
-    a, b = (merged(net, LAYERS) for net in (by_hand, theirs))
+    a, b = (merged(net) for net in (by_hand, theirs))
     assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], rtol=0, atol=1e-7) for name in a)
     ours, others = answers(by_hand, dtype), answers(theirs, dtype)
     assert (ours - others).norm() <= 4 * torch.finfo(dtype).eps * ours.norm()
@@ -212,15 +212,15 @@ def test_merged_in_fp32_it_computes_the_same_and_in_16_bits_the_adapter_is_lost(
     nn.init.constant_(lora.a.weight, 1.0)
     nn.init.constant_(lora.b.weight, 0.1 * torch.finfo(dtype).eps)
     delta = lora.get_delta_weight("default")
-    weight = merged(nn.ModuleDict({"layer": lora}), ["layer"])["layer.weight"]
+    weight = merged(nn.ModuleDict({"layer": lora}))["layer.weight"]
     assert torch.equal(weight, 1 + delta) and torch.equal(layer.weight + delta.to(dtype), layer.weight)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 def test_a_merged_network_answers_as_base_and_adapter(dtype: torch.dtype) -> None:
     net, plain = adapted(dtype), gpt()
-    assert merged(net, LAYERS).keys() == plain.state_dict().keys()
-    plain.load_state_dict(merged(net, LAYERS))
+    assert merged(net).keys() == plain.state_dict().keys()
+    plain.load_state_dict(merged(net))
     expected = answers(net.float(), FP32)  # the same numbers, computed in fp32
     assert (answers(plain, FP32) - expected).norm() < 1e-5 * expected.norm()
 
@@ -316,7 +316,7 @@ def test_layers_that_4_bits_cannot_hold_are_refused_before_a_base_is_trained(cap
 
 
 def test_layers_are_found_by_globs() -> None:
-    assert find_layers(gpt(), ["blocks.*"]) == LAYERS
+    assert find_layers(gpt(), None) == find_layers(gpt(), ["blocks.*"]) == LAYERS
     assert find_layers(gpt(), ["*.up", "head"]) == ["blocks.0.up", "head"]
 
 

@@ -18,15 +18,19 @@ from torch import Tensor, nn
 import train
 from amp_core.cli.compose import compose
 from amp_core.config.errors import ConfigError
+from amp_core.heads.losses import give_loss
+from amp_core.memory.recompute import recompute_blocks
 from amp_core.models import Family, build_model, check_model
+from amp_core.models.adapters import Lora, find_layers, merged
 from amp_core.models.gpt import GPT, LANGUAGE_MODELS
 from amp_core.models.images import CLASSIFIERS
 from amp_core.run.pretrained import load_pretrained
 from amp_core.vision import import_torchvision
 from recipes import segmentation
 
+if find_spec("torchvision"):
+    import_torchvision()  # what both import fails beside a CPU-only torch
 if find_spec("timm"):
-    import_torchvision()  # what timm imports fails beside a CPU-only torch
     import timm
 if find_spec("transformers"):
     import transformers
@@ -242,8 +246,8 @@ def test_our_gpt_with_the_weights_of_gpt2_gives_its_logits(options: dict[str, An
     for param in theirs.parameters():
         param.data += 0.1 * torch.randn_like(param)  # also biases and norms
     theirs.save_pretrained("gpt2")
-    form = {"width": 32, "depth": 2, "heads": 2, "positions": "learned", "tied": True, "bias": True}
-    ours = GPT(vocab_size=50257, length=24, **(form | {"activation": "gelu_tanh"} | options)).eval()
+    form: Any = {"width": 32, "depth": 2, "heads": 2, "positions": "learned", "tied": True, "bias": True}
+    ours = GPT(vocab_size=50257, length=24, **{**form, "activation": "gelu_tanh", **options}).eval()
     if code:
         with pytest.raises(ConfigError, match=code):
             load_pretrained(ours, "gpt2")
@@ -253,6 +257,97 @@ def test_our_gpt_with_the_weights_of_gpt2_gives_its_logits(options: dict[str, An
     expected = theirs.double()(text).logits
     single = (theirs.float()(text).logits - expected).norm()
     assert (ours(text) - expected).norm() <= 2 * single
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA |= {"intermediate_size": 64, "vocab_size": 320}
+
+
+@needs_hf
+def test_a_loaded_network_keeps_the_vocabulary_of_its_folder() -> None:
+    name, own = folder("llama", LLAMA), {"vocab_size": 300, "length": 24}
+    rows = [build_model(name, LANGUAGE_MODELS, options={}, is_loaded=loaded, **own).head for loaded in (True, False)]
+    assert [layer.out_features for layer in rows] == [320, 300]  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="knows 320 tokens, the data has 321"):
+        build_model(name, LANGUAGE_MODELS, options={}, is_loaded=True, vocab_size=321, length=24)
+
+
+@needs_hf
+@pytest.mark.parametrize("config", [LLAMA, GPT2, LLAMA | {"tie_word_embeddings": True}], ids=["llama", "gpt2", "tied"])
+def test_the_loss_and_its_gradients_are_those_of_transformers_and_in_chunks(config: dict[str, Any]) -> None:
+    """transformers rounds logits to fp32: softmax sums 320 of them, below 2^10 roundings in each gradient."""
+    net = build_model(folder("folder", config), LANGUAGE_MODELS, options={}, vocab_size=320, length=24).double()
+    text, found = torch.randint(0, 320, (2, 25)), []
+
+    def note(loss: Tensor) -> None:
+        net.zero_grad()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
+
+    inputs, targets = text[:, :-1], text[:, 1:].contiguous()
+    note(net.eval().loss_function(net(inputs), labels=None, shift_labels=targets, vocab_size=320))  # type: ignore[operator]
+    note(nn.functional.cross_entropy(net(inputs).flatten(0, 1), targets.flatten()))
+    give_loss(net.head, 7)  # type: ignore[arg-type]
+    note(net(inputs, targets=targets) / targets.numel())
+    assert len(found[0]) > 10
+    for theirs, *ours in zip(*found, strict=True):
+        assert all((each - theirs).norm() <= 2**10 * 2**-23 * theirs.norm() for each in ours)
+
+
+@needs_hf
+def test_a_head_with_more_than_a_linear_layer_has_no_loss_in_chunks() -> None:
+    name = folder("gemma", LLAMA | {"model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 16})
+    net = build_model(name, LANGUAGE_MODELS, options={}, vocab_size=320, length=24)
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM computes more than a linear layer"):
+        _ = net.head
+
+
+@needs_hf
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_blocks_of_transformers_recompute_the_same_bits(config: dict[str, Any]) -> None:
+    nets = [build(folder(path, config | {"vocab_size": 256}), LANGUAGE_MODELS) for path in "ab"]
+    assert recompute_blocks(nets[1]) == 2
+    for net in nets:
+        net.train()
+        torch.manual_seed(3)  # dropout
+        net(tokens()).square().sum().backward()
+    for a, b in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+@needs_hf
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_default_targets_are_the_linear_layers_of_the_blocks_and_merge(config: dict[str, Any]) -> None:
+    """Merged in fp32: of some hundred sums in another order a few eps of their size."""
+    net = build(folder("folder", config), LANGUAGE_MODELS)
+    layers = find_layers(net, None)
+    assert len(layers) == 2 * (7 if config is LLAMA else 4) and not [name for name in layers if "head" in name]
+    plain = build("hf:folder", LANGUAGE_MODELS)
+    for name in layers:
+        net.set_submodule(name, Lora(net.get_submodule(name), 4, 8.0))
+        nn.init.normal_(net.get_submodule(name).b.weight, std=0.1)  # type: ignore[union-attr, arg-type]
+    before = plain(tokens())
+    plain.load_state_dict(merged(net), strict=False)
+    assert (plain(tokens()) - net(tokens())).norm() <= 100 * 2**-23 * before.norm() < (before - net(tokens())).norm()
+
+
+@needs_hf
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
+def test_a_fine_tune_over_ranks_equals_that_of_one(adapter: str, layout: str) -> None:
+    """With SGD, updates are gradients: two ranks add in another order, of at most 2^10 numbers, in fp32."""
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | {"vocab_size": 256})).save_pretrained("theirs")
+    text = [*SMALL, "data=torch_headers", "data.num_samples=32", "data.length=24", "model=hf", "amp=fp32", "steps=2"]
+    text += ["recipe=finetuning", "model.name=theirs", "model.weights=default", f"recipe.adapter={adapter}"]
+    text += ["optimizer=sgd", "optimizer.lr=0.1", "doctor=off"]
+    assert train.main([*text, "run_dir=one"]) == 0
+    ranks = ["layout.nproc_per_node=2", "batch_size=2", *(["layout.shard_size=2"] if layout == "hsdp" else [])]
+    assert train.main([*text, f"layout={layout}", *ranks, "run_dir=two"]) == 0
+    one, two = (state(run)["model"] for run in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert (two[name] - tensor).norm() <= 2**10 * 2**-23 * tensor.norm(), name
 
 
 @needs_hf
@@ -277,7 +372,7 @@ def test_adapters_are_trained_on_the_weights_of_a_folder_and_merged_into_them(
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256)).save_pretrained("theirs")
     text = [*SMALL, "data=torch_headers", "data.num_samples=32", "data.length=24", "model=hf", "amp=fp32"]
     tune = ["recipe=finetuning", "model.name=theirs", "model.weights=default", "run_dir=run", "steps=3", *text]
-    assert train.main(tune) == 2  # the layers of our own GPT
+    assert train.main([*tune, 'recipe.targets=["blocks.*"]']) == 2  # the layers of our own GPT
     assert "Valid: model.layers.*.self_attn.q_proj, " in capsys.readouterr().err and not Path("run").exists()
     assert train.main([*tune, 'recipe.targets=["*q_proj","*v_proj"]', "optimizer.lr=0.1"]) == 0
     found, told = summary("run")["eval"], []
@@ -350,7 +445,7 @@ REFUSED = {
         (["recipe=language_model", "model=hf", "model.options.n_layers=2"], "no such option. Did you mean n_layer?"),
         (["recipe=language_model", "model=hf", "model.options.vocab_size=9"], "follows the data set"),
         (["recipe=language_model", "model=hf", "model.options.n_head=7"], "cannot be built with n_head=7"),
-        (["recipe=language_model", "model=hf", "recipe.loss_chunk=8"], "recipe.loss_chunk=8: needs model=gpt"),
+        (["recipe=language_model", "model=hf", "recipe.eval_offset=8"], "recipe.eval_offset=8: needs model=gpt"),
         (["recipe=language_model", "model=hf", "recipe.eval_offset=8"], "recipe.eval_offset=8: needs model=gpt"),
         (["recipe=language_model", "model=hf", "model.weights=default"], "has no weights of its own"),
     ],
