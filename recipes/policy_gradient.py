@@ -81,8 +81,8 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     facts = {"vocab_size": num_symbols + 1, "length": 2 * num}
     data = Data(Prompts(knobs, NUM_TRAIN, cfg.seed), Prompts(knobs, NUM_EVAL, cfg.seed + 1), facts)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
-    model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **facts), amp)
-    engine = build_model(cfg.model.name, MODELS, options=cfg.model.options, **facts)
+    model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
+    engine = build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts)
     engine.to(env.device, getattr(torch, knobs.rollout_dtype or cfg.amp.dtype)).requires_grad_(False).eval()
     optimizer = build_optimizer(cfg.optimizer, model)
     schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))

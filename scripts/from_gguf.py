@@ -12,6 +12,7 @@ import argparse
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     place = {"gguf_file": file.name, "local_files_only": True}
-    net = AutoModelForCausalLM.from_pretrained(str(file.parent), **place, dtype=torch.float32)
+    net: Any = AutoModelForCausalLM.from_pretrained(str(file.parent), **place, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **place)
     del net.config.quantization_config  # of the file; the weights are plain ones
     net.hf_quantizer = None
