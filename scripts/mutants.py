@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
@@ -176,13 +177,19 @@ def run_tests(tree: Path, arguments: list[str], seconds: float = SECONDS, **vari
     with tempfile.TemporaryFile("w+") as output:
         child = os.fork()
         if child == 0:
-            os.setsid()
-            os.chdir(tree)
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            os.environ |= {"PYTHONPATH": f"{tree}:{tree}/scripts", "OMP_NUM_THREADS": "1", **variables}
-            sys.path[:0] = [str(tree), f"{tree}/scripts"]
-            os._exit(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments]))
+            code: int = pytest.ExitCode.INTERNAL_ERROR
+            try:
+                os.setsid()
+                os.chdir(tree)
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                os.environ |= {"PYTHONPATH": f"{tree}:{tree}/scripts", "OMP_NUM_THREADS": "1", **variables}
+                sys.path[:0] = [str(tree), f"{tree}/scripts"]
+                code = pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)  # whatever is raised: the caller's loop belongs to the parent alone
         end, done, status = time.monotonic() + seconds, 0, 0
         while not done and time.monotonic() < end:
             time.sleep(0.1)
