@@ -119,10 +119,12 @@ def test_no_byte_of_a_run_that_meets_them_all_is_one_of_a_secret(fails, monkeypa
 
     monkeypatch.setattr(Loop, "_after_step", after)
     monkeypatch.setattr("sys.argv", ["train.py", *texts])
+    monkeypatch.setenv("UNSEEN", "no variable is recorded")
     assert train.main([*SMALL, "run_dir=run"]) == int(fails)
     said = "".join(capfd.readouterr())
     assert "a message: " in said and "a warning: " in said and found_in(said.encode()) == []
     assert leaks(Path()) == []
+    assert not any(b"no variable is" in path.read_bytes() for path in Path().rglob("*") if path.is_file())
     assert [line for line in lines("run") if line["split"] == "mine"]
     assert "a message" in Path("run/train.log").read_text()
     assert not fails or "no answer: " in said

@@ -38,12 +38,14 @@ def test_unfinished_saves_of_dead_processes_are_removed_by_the_writer(tmp_path: 
     for pid in (dead.pid, os.getpid(), os.getppid(), 10**30):
         (tmp_path / f".tmp-step_00000001-{pid}" / "deep").mkdir(parents=True)
         (tmp_path / f".tmp-step_00000001-{pid}" / "state.pt").touch()
-    (tmp_path / ".tmp-other").touch()
+    foreign = {".tmp-other", "notes.txt", "step_1", "tmp-step_00000001-1"}
+    for name in foreign:
+        (tmp_path / name).touch()
     Checkpoint(tmp_path, writer=False)
-    assert len(names(tmp_path)) == 5
+    assert len(names(tmp_path)) == 8
     Checkpoint(tmp_path)
     alive = {f".tmp-step_00000001-{pid}" for pid in (os.getpid(), os.getppid())}
-    assert set(names(tmp_path)) == alive | {".tmp-other"}
+    assert set(names(tmp_path)) == alive | foreign
     Checkpoint(tmp_path).save(1)  # over what a dead process with our number left
     assert f".tmp-step_00000001-{os.getpid()}" not in names(tmp_path)
     assert read(tmp_path)["format"] == 1
