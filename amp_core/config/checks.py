@@ -275,8 +275,6 @@ def _check_tokens(cfg: DataConfig) -> Iterator[str]:
             yield f"data.tokenizer={cfg.tokenizer}: has no tokenizer.json; expected bytes, its folder, or the file"
         elif package_folder("tokenizers") is None:
             yield f"data.tokenizer={cfg.tokenizer}: needs the package tokenizers: pip install 'amp-recipes[text]'"
-    if cfg.packing != "none":
-        yield f"data.packing={cfg.packing}: is not built yet; use data.packing=none"
     if cfg.mix is not None:
         bad = [
             name for name, share in cfg.mix.items() if not isinstance(share, int | float) or not 0 < share < math.inf

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from amp_core.config.checks import SOURCES, package_folder, text_files
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Key, unpack
-from amp_core.data.packing import IGNORE, Batch
+from amp_core.data.packing import IGNORE, Batch, plan
 from amp_core.data.tokenizers import BYTES, read_tokenizer
-from amp_core.data.tokens import Documents, Mixture, Shard, check_ids, read_shards, tokenized
+from amp_core.data.tokens import MANIFEST, Documents, Mixture, Shard, check_ids, read_shards, tokenized
 
 EVAL_SHARE = 16
 """Training samples per evaluation sample, if text is held out or `data.num_samples` is given."""
@@ -63,7 +65,8 @@ class TextPieces:
     Args:
         documents: the documents, or the paths of files, each of which is one, in bytes.
         length: tokens of a sample.
-        span: first and last (exclusive) part to use; None: all.
+        packing: which parts share a sample, as in `packing.plan`.
+        span: first and last (exclusive) sample to use; None: all.
         num_samples: at most this many of these, evenly spread; None: all.
     """
 
@@ -72,32 +75,25 @@ class TextPieces:
         documents: Documents | Sequence[Path],
         length: int,
         *,
+        packing: str = "none",
         span: tuple[int, int] | None = None,
         num_samples: int | None = None,
     ) -> None:
-        self.length = length
         self.documents = documents if isinstance(documents, Documents) else _bytes_of(documents)
-        self._num_targets = np.maximum(self.documents.sizes - 1, 0)
-        num_pieces = -(-self._num_targets // length)
-        self._ends = np.cumsum(num_pieces)
-        self._begins = self._ends - num_pieces
-        first, last = span or (0, int(num_pieces.sum()))
+        self._plan = plan(self.documents.sizes, length, packing)
+        first, last = span or (0, len(self._plan))
         count = last - first if num_samples is None else min(last - first, num_samples)
-        self._pieces = first + np.arange(count) * (last - first) // max(count, 1)
+        self._samples = first + np.arange(count) * (last - first) // max(count, 1)
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._samples)
 
-    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
-        pieces = self._pieces[unpack(keys)[0]]
-        numbers = np.searchsorted(self._ends, pieces, side="right")
-        starts = (pieces - self._begins[numbers]) * self.length
-        counts = np.minimum(self._num_targets[numbers] - starts, self.length)
-        tokens = np.zeros((len(keys), self.length + 1), dtype=np.int64)
-        for row, (document, start, count) in enumerate(zip(numbers, starts, counts, strict=True)):
-            tokens[row, : count + 1] = self.documents.read(int(document), int(start), int(count) + 1)
-        targets = np.where(np.arange(self.length) < counts[:, None], tokens[:, 1:], IGNORE)
-        return torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets)
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        return self._plan.batch(self._samples[unpack(keys)[0]], self._pairs)
+
+    def _pairs(self, document: int, start: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        ids = self.documents.read(document, start, count + 1)
+        return ids[:-1], ids[1:]
 
 
 def _bytes_of(paths: Sequence[Path]) -> Documents:
@@ -112,14 +108,14 @@ def _parts(
 ) -> list[TextPieces]:
     """Training on `documents`; evaluation on others, or on the end of these. `few`: evaluation samples at most."""
     assert cfg.length, "check_data was not asked"
-    span = None
+    pieces, span = partial(TextPieces, length=cfg.length, packing=cfg.packing or "none"), None
     if eval_documents is None:
-        num_pieces = len(TextPieces(documents, cfg.length))
+        num_pieces = len(pieces(documents))
         span = (0, num_pieces - max(1, num_pieces // EVAL_SHARE))
-        held_out = TextPieces(documents, cfg.length, span=(span[1], num_pieces), num_samples=few)
+        held_out = pieces(documents, span=(span[1], num_pieces), num_samples=few)
     else:
-        held_out = TextPieces(eval_documents, cfg.length, num_samples=few)
-    train = TextPieces(documents, cfg.length, span=span, num_samples=None if cfg.mix else cfg.num_samples)
+        held_out = pieces(eval_documents, num_samples=few)
+    train = pieces(documents, span=span, num_samples=None if cfg.mix else cfg.num_samples)
     if not len(train) or not len(held_out):
         raise ConfigError(
             f"data={cfg.name}: too little text for one sample to train and one to evaluate; "
@@ -194,8 +190,14 @@ def _tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     shards = [read_shards(pattern) for pattern in patterns]
     found = max(check_ids(each, limit) for each in shards)
     vocab_size = limit or found
-    # Without packing a shard is one row of tokens, as nanoGPT and llm.c read it.
-    rows = [Documents([replace(s, ends=None) for s in each], vocab_size=vocab_size) for each in shards]
+    if cfg.packing == "none":  # a shard is one row of tokens, as nanoGPT and llm.c read it
+        shards = [[replace(shard, ends=None) for shard in each] for each in shards]
+    elif endless := [shard.path for each in shards for shard in each if shard.ends is None]:
+        raise ConfigError(
+            f"data.packing={cfg.packing}: {endless[0]} does not say where its documents end; expected Megatron's .idx "
+            f"or a {MANIFEST} beside it, or data.packing=none"
+        )
+    rows = [Documents(each, vocab_size=vocab_size) for each in shards]
     held_out = rows.pop() if cfg.eval_path else None
     data = _data(cfg, seed, rows, held_out, vocab_size)
     note = f"data=tokens: a vocabulary of {found:,} ids, the largest one in the shards; data.tokenizer gives its own"

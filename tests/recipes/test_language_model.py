@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,23 @@ def folder(tmp_path: Path) -> Path:
         file.write_bytes(bytes(range(number + 1, number + 1 + size)))  # a file with zero bytes is no text
     (tmp_path / "text" / "0" / ".hidden").write_bytes(b"hidden" * 9)
     return tmp_path / "text"
+
+
+@pytest.mark.parametrize("packing", ["chunks", "best_fit"])
+def test_files_share_samples_and_none_sees_another(folder: Path, packing: str) -> None:
+    data = build_data(data_config("text", path=str(folder), length=16, packing=packing), seed=0)
+    batches = [batch_of(part) for part in (data.train, data.eval)]
+    inputs, targets, positions = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+    valid = targets != IGNORE
+    pairs = [(a, b) for file in folder.rglob("*.txt") for a, b in itertools.pairwise(file.read_bytes())]
+    assert sorted(zip(inputs[valid].tolist(), targets[valid].tolist(), strict=True)) == sorted(pairs)
+    # Bytes of a file count upwards: within a document an input and its position differ by a constant.
+    goes_on = positions[:, 1:] > 0
+    assert (inputs.diff()[goes_on & valid[:, 1:]] == 1).all() and (positions[:, 0] == 0).all()
+    assert (positions == 0)[valid].sum() > len(inputs)  # several documents in a sample
+    with_whole = [len(file.read_bytes()) - 1 for file in folder.rglob("*.txt")]
+    if packing == "best_fit":  # a document of at most 16 pairs is in one sample
+        assert (positions == 0)[valid].sum() == sum(-(-size // 16) for size in with_whole if size > 0)
 
 
 def test_every_byte_but_the_first_of_a_file_is_a_target_once(folder: Path) -> None:

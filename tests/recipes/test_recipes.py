@@ -60,6 +60,7 @@ BEYOND: dict[str, Row] = {
 """Modes that are more than autocast."""
 THREADS = ["recipe.chunks=2", "recipe.pipeline=threads"]
 
+FILES = ["data=text", f"data.path={Path(__file__).parents[2] / 'conf'}", "data.num_samples=12"]
 BOTH, MOMENTS = ["recipe.num_critic_steps=1"], ["optimizer=adamw", "optimizer.state_dtype=bfloat16"]
 MOMENTS += ["debug.inject={where: batch, step: 4}"]
 
@@ -79,6 +80,10 @@ RESUMES = {
     "model_parallel, threads, bf16": ("model_parallel", ["amp=bf16", *THREADS]),
     "model_parallel, threads, fp16": ("model_parallel", ["amp=fp16", *THREADS]),
     "classification, 16-bit moments": ("classification", ["amp=fp16", *MLP, *MOMENTS]),
+    # Of 12 samples, which six steps draw four times; several files share one.
+    "language_model, packed": ("language_model", ["amp=fp16", *FILES, "data.packing=best_fit"]),
+    "language_model, cut": ("language_model", ["amp=bf16", *FILES, "data.packing=chunks"]),
+    "language_model, mixed": ("language_model", ["amp=fp16", *FILES, "data.mix={amp:0.3,clip:0.7}"]),
 }
 
 FAULT = {
