@@ -1,6 +1,6 @@
-"""Text as bytes: a token is a byte, so any file in any language works without a tokenizer.
+"""Text: bytes, which need no tokenizer, the tokens of one, or token shards.
 
-A sample is a chunk of one file. The last chunk of a file is short: its targets end with `IGNORE`, so samples,
+Without packing a sample is a part of one document. The last part is short: its targets end with `IGNORE`, so samples,
 micro-batches and ranks differ in their number of valid tokens.
 """
 
