@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import logging
 import os
@@ -580,15 +581,44 @@ def test_an_offline_run_is_continued_under_its_id(tmp_path, offline, capsys):
     assert err == "" and out.count("wandb: offline run") == 2
 
 
-@pytest.mark.parametrize("what", ["service", "process"])
-def test_a_dead_wandb_is_one_warning_and_training_goes_on(what, tmp_path, offline, capsys):
-    with logging_to(tmp_path, wandb=True) as log:
-        dead, said = wandb_process(log).pid, "wandb's process died (exit code -9), the run continues without it"
+@contextlib.contextmanager
+def server_of(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A wandb server that answers 501, or one that lets connect and is silent."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        for name, value in {"MODE": "online", "API_KEY": KEY, "BASE_URL": url}.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        if what == "failing server":
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield
+        if what == "failing server":
+            server.shutdown()
+
+
+DEAD = {
+    "service": "wandb is switched off after 3 failures",
+    "process": "wandb's process died (exit code -9), the run continues without it",
+    "failing server": "wandb cannot start, the run continues without it",
+    "silent server": "wandb did not finish within 1 s and was stopped",
+}
+
+
+@pytest.mark.parametrize("what", DEAD)
+def test_a_dead_wandb_is_one_warning_and_training_goes_on(what, tmp_path, offline, capsys, monkeypatch):
+    if what == "silent server":
+        monkeypatch.setattr(trackers, "CLOSE_SECONDS", 1.0)
+    server = server_of(what, monkeypatch) if "server" in what else contextlib.nullcontext()
+    with server, logging_to(tmp_path, wandb=True) as log:
+        dead = wandb_process(log).pid
         if what == "service":
             wait_until(lambda: log.advance(1) or "offline run" in capsys.readouterr().out)
             children = subprocess.run(["pgrep", "-P", str(dead)], capture_output=True, text=True, check=True).stdout
-            dead, said = int(children), "wandb is switched off after 3 failures"
-        os.kill(dead, signal.SIGKILL)
+            dead = int(children)
+        if what in ("service", "process"):
+            os.kill(dead, signal.SIGKILL)
+        if what == "failing server":
+            wait_until(lambda: log.advance(1) or tracker_of(log)._process is None)
         for step in range(1, 50):
             log.metrics(train_line(step))
             log.advance(step)
@@ -596,7 +626,7 @@ def test_a_dead_wandb_is_one_warning_and_training_goes_on(what, tmp_path, offlin
         start = time.monotonic()
     assert time.monotonic() - start < 5
     assert capsys.readouterr().err.count("warning: ") == 1 and len(lines_of(tmp_path)) == 49
-    assert said in (tmp_path / "train.log").read_text()
+    assert DEAD[what] in (tmp_path / "train.log").read_text()
 
 
 def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
