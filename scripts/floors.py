@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (10_250, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (13_700, "config run cli data models train.py"),
+    "program": (14_060, "config run cli data models train.py"),
     "amp_tools": (4_085, "amp_tools"),
     "scripts": (5_115, "scripts"),
     "amp_conformance": (2_490, "amp_conformance"),

@@ -18,6 +18,7 @@ from amp_core.config.schema import Config, DataConfig
 KINDS = {
     "mnist_subset": "images", "synthetic": "images", "image_folder": "images", "imagenet": "images",
     "cifar10": "images", "torch_sources": "text", "torch_headers": "text", "text": "text", "tokens": "text",
+    "chat": "text",
     "brain": "masks", "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities",
     "identity_folder": "identities", "records": "identities", "synthetic_identities": "identities", "own": "own",
 }  # fmt: skip
@@ -295,6 +296,28 @@ def _check_shards(cfg: DataConfig) -> Iterator[str]:
     yield from _check_tokens(cfg)
 
 
+def _check_chat(cfg: DataConfig) -> Iterator[str]:
+    if cfg.augment:
+        yield f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out"
+    if cfg.tokenizer in (None, "bytes"):
+        yield f"data.tokenizer={cfg.tokenizer or 'null'}: data=chat needs the folder of a chat model's tokenizer"
+    if cfg.train_on is None or cfg.text_key is None:
+        yield "data.train_on=null: expected assistant or all; data.text_key, a name"
+    if cfg.packing not in (None, "none"):
+        yield f"data.packing={cfg.packing}: chats are not packed; use data.packing=none"
+    if package_folder("jinja2") is None:
+        yield "data=chat needs the package jinja2: pip install 'amp-recipes[text]'"
+    yield from _check_tokens(cfg)
+    if cfg.path is None:
+        yield "data.path=null: expected a file of chats, *.jsonl, or a folder of such files"
+    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
+        root = None if path is None else Path(path).expanduser()
+        if root is not None and not root.exists():
+            yield f"data.{key}={path}: there is no such file or folder; expected chats, *.jsonl"
+        elif root is not None and not any(file.suffix == ".jsonl" for file in text_files(root, ".jsonl")):
+            yield f'data.{key}={path}: has no *.jsonl; expected lines of {{"messages": [...]}}'
+
+
 _RECORDS = (".jsonl", ".parquet", ".arrow", ".bin", ".npy", ".gz", ".zst", ".xz", ".zip", ".tar")
 
 
@@ -436,6 +459,11 @@ _DATA_SETS = {
         needs=("path", "length"),
         takes=("eval_path", "num_samples", "tokenizer", "packing", "mix"),
         check=_check_shards,
+    ),
+    "chat": _DataSet(
+        needs=("path", "length"),
+        takes=("eval_path", "num_samples", "tokenizer", "text_key", "packing", "train_on"),
+        check=_check_chat,
     ),
     "brain": _DataSet(check=_check_brain),
     "digit_scenes": _DataSet(needs=("image_size", "num_samples"), check=_check_digit_scenes),

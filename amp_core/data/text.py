@@ -22,6 +22,7 @@ from amp_core.config.checks import SOURCES, package_folder, text_files
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Key, unpack
+from amp_core.data.chat import Chats, rendered
 from amp_core.data.packing import IGNORE, Batch, plan
 from amp_core.data.tokenizers import BYTES, read_tokenizer
 from amp_core.data.tokens import MANIFEST, Documents, Mixture, Shard, check_ids, read_shards, tokenized
@@ -204,9 +205,34 @@ def _tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     return data if limit else replace(data, notes=(note,))
 
 
+def _chat(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    assert cfg.tokenizer and cfg.path and cfg.length, "check_data was not asked"
+    tokenizer = read_tokenizer(cfg.tokenizer)
+    roots = [cfg.path, *([cfg.eval_path] if cfg.eval_path else [])]
+    found = [rendered(text_files(Path(root).expanduser(), ".jsonl"), cfg, tokenizer) for root in roots]
+    (train, num_train, _), (held_out, num_eval, _) = found[0], found[-1]
+    begin = 0
+    if cfg.eval_path is None:
+        begin = num_train = num_train - max(1, num_train // EVAL_SHARE)
+    if not num_train:
+        raise ConfigError(f"data.path={cfg.path}: has one chat to train on; expected another to evaluate")
+    few = None if cfg.num_samples is None else max(1, cfg.num_samples // EVAL_SHARE)
+    chats = [
+        Chats(folder, first + np.arange(kept := min(count, most or count)) * count // kept, cfg.length)
+        for folder, first, count, most in (
+            (train, 0, num_train, cfg.num_samples),
+            (held_out, begin, num_eval - begin, few),
+        )
+    ]
+    facts = {"vocab_size": tokenizer.vocab_size, "length": cfg.length}
+    notes = tuple(note for _, _, each in found for note in each)
+    return Data(chats[0], chats[1], facts, notes=notes, tokenizer=tokenizer)
+
+
 BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
     "torch_sources": _sources,
     "torch_headers": _sources,
     "text": _text,
     "tokens": _tokens,
+    "chat": _chat,
 }

@@ -34,6 +34,7 @@ class Tokenizer:
         digest: SHA-256 of what decides ids; "bytes".
         num_bytes: UTF-8 bytes that a token stands for, 0 for special ones, int64 [vocab_size].
         template: the chat template; None: there is none.
+        tokens: special tokens by the names that templates use, such as bos_token.
         file: tokenizer.json; None for bytes.
     """
 
@@ -41,6 +42,7 @@ class Tokenizer:
         self.name, self.file = name, file
         self.eos: int | None = None
         self.template: str | None = None
+        self.tokens: dict[str, str] = {}
         if file is None:
             self._inner, self.digest, self.vocab_size = None, BYTES, 256
             self.num_bytes = torch.ones(256, dtype=torch.int64)
@@ -56,6 +58,8 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         settings = _settings(file.parent)
         self.eos, self.template = _eos(settings, vocabulary), _template(file.parent, settings)
+        named = {key: _content(token) for key, token in settings.items() if key.endswith("_token")}
+        self.tokens = {key: token for key, token in named.items() if isinstance(token, str)}
         self.digest = hashlib.sha256(content + repr(self.eos).encode()).hexdigest()
         self.num_bytes = _num_bytes(json.loads(content), vocabulary, self.vocab_size)
 
@@ -71,6 +75,12 @@ class Tokenizer:
             return [list(text.encode()) for text in texts]
         self._inner.encode_special_tokens = not special
         return [each.ids for each in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Ids of rendered chats, and the letters [first, end) that each stands for."""
+        assert self._inner is not None
+        self._inner.encode_special_tokens = False
+        return [(each.ids, each.offsets) for each in self._inner.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; special tokens are left out."""
@@ -117,9 +127,12 @@ def _settings(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def _eos(settings: dict[str, Any], vocabulary: dict[str, int]) -> int | None:
-    token = settings.get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
+    token = _content(settings.get("eos_token"))
     if isinstance(token, str):
         if token not in vocabulary:
             raise ValueError(f"its eos_token {token!r} is not in its vocabulary")

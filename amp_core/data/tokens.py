@@ -13,7 +13,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ def texts_of(file: Path, key: str) -> Iterator[tuple[str, bool]]:
         if kind not in (".jsonl", ".parquet"):
             yield from _plain(file)
             return
-        for where, text in _lines(file, key) if kind == ".jsonl" else _rows(file, key):
+        for where, text in json_lines(file, key) if kind == ".jsonl" else _rows(file, key):
             if not isinstance(text, str):
                 raise ConfigError(f"{file}, {where}: {key!r} is {type(text).__name__}; expected text")
             text.encode()
@@ -247,7 +247,8 @@ def _plain(file: Path) -> Iterator[tuple[str, bool]]:
                 return
 
 
-def _lines(file: Path, key: str) -> Iterator[tuple[str, Any]]:
+def json_lines(file: Path, key: str) -> Iterator[tuple[str, Any]]:
+    """("line 1", what it has by `key`) of each line. ConfigError names the file and the line."""
     with file.open("rb") as opened:
         number = 0
         while line := opened.readline(_MOST_LINE + 1):
@@ -333,8 +334,18 @@ def tokenized(files: Sequence[Path], tokenizer: Tokenizer, key: str) -> list[Sha
 
     Named by the paths, sizes and times of the files, and by the tokenizer: a run starts without reading them again.
     """
-    about = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    name = hashlib.sha256(repr((1, tokenizer.digest, key, about)).encode()).hexdigest()[:32]
+    about = (1, tokenizer.digest, key, stamps(files))
+    return read_shards(str(cached(about, lambda folder: write_tokens(files, tokenizer, key, folder))))
+
+
+def stamps(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """What changes with the content of files: paths, sizes and times."""
+    return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def cached(about: object, write: Callable[[Path], None]) -> Path:
+    """The folder of the cache that is named by `about`; `write` fills a new one, which is there whole or not at all."""
+    name = hashlib.sha256(repr(about).encode()).hexdigest()[:32]
     root = cache_folder()
     folder = root / name
     try:
@@ -346,7 +357,7 @@ def tokenized(files: Sequence[Path], tokenizer: Tokenizer, key: str) -> list[Sha
                 temporary = root / f".tmp-{os.getpid()}-{os.urandom(8).hex()}"
                 temporary.mkdir()
                 try:
-                    write_tokens(files, tokenizer, key, temporary)
+                    write(temporary)
                     os.rename(temporary, folder)
                 except BaseException:
                     remove(temporary)
@@ -354,7 +365,7 @@ def tokenized(files: Sequence[Path], tokenizer: Tokenizer, key: str) -> list[Sha
                 sync_folder(root)
     except OSError as problem:
         raise ConfigError(f"{root}: tokens cannot be kept there: {problem}; set XDG_CACHE_HOME") from problem
-    return read_shards(str(folder))
+    return folder
 
 
 # --- mixtures ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,238 @@
+"""Chats as token ids: rendered once by the tokenizer's own template, with the tokens that are trained.
+
+A chat is one document. It is cut at the end of an answer where it is too long, and left out where no token would be
+trained: a batch of such chats has a loss of 0 / 0, or of 0 that counts as a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from amp_core.config.errors import ConfigError
+from amp_core.config.files import visible, write_file
+from amp_core.config.schema import DataConfig
+from amp_core.data.base import Key, unpack
+from amp_core.data.packing import IGNORE, Batch, Ints, plan
+from amp_core.data.tokenizers import Tokenizer
+from amp_core.data.tokens import cached, json_lines, stamps
+
+_SECONDS = 10.0
+"""For one chat; a common one takes 0.1 ms."""
+_AT_ONCE = 1 << 22
+"""Letters that are tokenized together, enough for all cores."""
+
+Messages = list[dict[str, Any]]
+
+
+class Chats:
+    """These chats of a folder of the cache, one a sample."""
+
+    def __init__(self, folder: Path, which: Ints, length: int) -> None:
+        self._ids = np.memmap(folder / "ids.bin", "<u4", "r")
+        self._is_trained = np.memmap(folder / "trained.bin", "?", "r")
+        ends = np.lib.format.open_memmap(folder / "ends.npy", mode="r")
+        self._begins = np.concatenate([[0], ends[:-1]])[which]
+        self.plan = plan(ends[which] - self._begins, length, "none")
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        return self.plan.batch(unpack(keys)[0], self._read)
+
+    def _read(self, document: int, start: int, count: int) -> tuple[Any, Any]:
+        here = slice(first := int(self._begins[document]) + start, first + count + 1)
+        ids, is_trained = self._ids[here].astype(np.int64), self._is_trained[here]
+        return ids[:-1], np.where(is_trained[1:], ids[1:], IGNORE)
+
+
+def rendered(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer) -> tuple[Path, int, list[str]]:
+    """The folder of the cache with the tokens of chats, their number, and notes. ConfigError: a line is wrong."""
+    if tokenizer.template is None:
+        raise ConfigError(
+            f"data.tokenizer={cfg.tokenizer}: has no chat template; expected chat_template.jinja beside it, or "
+            f"chat_template in tokenizer_config.json: use the tokenizer of a chat model"
+        )
+    about = (tokenizer.digest, tokenizer.template, tokenizer.tokens, cfg.text_key, cfg.train_on, cfg.length)
+    folder = cached(("chat", 1, *about, stamps(files)), lambda folder: _write(files, cfg, tokenizer, folder))
+    notes = json.loads((folder / "notes.json").read_text())
+    return (
+        folder,
+        len(np.lib.format.open_memmap(folder / "ends.npy", mode="r")),
+        [f"data=chat: {note}" for note in notes],
+    )
+
+
+def _write(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
+    assert cfg.text_key and cfg.train_on and cfg.length, "check_data was not asked"
+    time = max(file.stat().st_mtime for file in files)
+    ends, num_cut, without, total, count = [], 0, [], 0, 0
+    with (
+        _Template(tokenizer, cfg.train_on, time) as template,
+        (folder / "ids.bin").open("xb") as to_ids,
+        (folder / "trained.bin").open("xb") as to_trained,
+    ):
+        chats = ((f"{file}, {at}", each) for file in files for at, each in json_lines(file, cfg.text_key))
+        for part in _together(template, chats):
+            encoded = tokenizer.encode_spans([text for *_, text, _ in part])
+            for (where, messages, _, spans), (ids, places) in zip(part, encoded, strict=True):
+                total += 1
+                found: tuple[list[int], list[bool]] | None = ids, _trained(places, spans)
+                if len(ids) > cfg.length + 1:
+                    found = _cut(where, messages, template, tokenizer, cfg.length)
+                    num_cut += found is not None and any(found[1][1:])
+                if found is None or not any(found[1][1:]):
+                    without.append(where)
+                    continue
+                to_ids.write(np.array(found[0], "<u4").tobytes())
+                to_trained.write(np.array(found[1], "?").tobytes())
+                ends.append(count := count + len(found[0]))
+    if not ends:
+        raise ConfigError(
+            f"data.path={cfg.path}: none of its {total:,} chats has a token to train on within "
+            f"data.length={cfg.length}; expected messages of the role assistant, or use data.train_on=all"
+        )
+    notes = [f"{num_cut:,} of {total:,} chats are cut at the end of an answer, to data.length={cfg.length}"] * (
+        num_cut > 0
+    )
+    if without:
+        notes.append(
+            f"{len(without):,} of {total:,} chats are left out, they have no token to train on within "
+            f"data.length={cfg.length}, the first is {visible(without[0])}"
+        )
+    if "strftime_now" in (tokenizer.template or ""):
+        notes.append("the template asks for the date, and gets that of the newest file: a resumed run has the same one")
+    np.save(folder / "ends.npy", np.array(ends, dtype=np.int64))
+    write_file(folder / "notes.json", json.dumps(notes).encode())
+
+
+def _together(template: _Template, chats: Iterable[tuple[str, Any]]) -> Iterator[list[Any]]:
+    """(where, messages, text, trained ranges) of enough chats at a time."""
+    part, size = [], 0
+    for where, messages in chats:
+        text, spans = template.render(where, _checked(where, messages))
+        part.append((where, messages, text, spans))
+        size += len(text)
+        if size >= _AT_ONCE:
+            yield part
+            part, size = [], 0
+    yield part
+
+
+def _checked(where: str, messages: Any) -> Messages:
+    """What a line has. ConfigError: not messages."""
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where}: expected a list of messages, found {json.dumps(messages)[:40]}")
+    for number, message in enumerate(messages, 1):
+        found = message if isinstance(message, dict) else {}
+        for key in ("role", "content"):
+            if key == "content" and "tool_calls" in found and found.get(key) is None:
+                continue
+            if not isinstance(found.get(key), str):
+                has = f"is {type(found[key]).__name__}" if key in found else "is missing"
+                raise ConfigError(f"{where}: {key!r} of message {number} {has}; expected text")
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except UnicodeEncodeError as problem:
+        raise ConfigError(f"{where}: holds half of a surrogate pair") from problem
+    return messages
+
+
+def _trained(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Which tokens reach into a trained range.
+
+    Tokenizers trim spaces from the places of tokens, so that indentation would have none: a token begins where the one
+    before it ended at the latest.
+    """
+    found, before, todo = [], 0, list(spans)
+    for first, end in places:
+        first, before = min(first, before), max(before, end)
+        while todo and todo[0][1] <= first:
+            todo.pop(0)
+        found.append(bool(todo) and end > todo[0][0] and end > first)
+    return found
+
+
+def _cut(
+    where: str, messages: Messages, template: _Template, tokenizer: Tokenizer, length: int
+) -> tuple[list[int], list[bool]] | None:
+    """The longest beginning of a chat that ends with an answer and fits; None: there is none."""
+    borders = [turn for turn, message in enumerate(messages[:-1], 1) if message["role"] == "assistant"]
+    best, low, high = None, 0, len(borders)
+    while low < high:
+        middle = (low + high) // 2
+        text, spans = template.render(where, messages[: borders[middle]])
+        ids, places = tokenizer.encode_spans([text])[0]
+        if len(ids) <= length + 1:
+            best, low = (ids, _trained(places, spans)), middle + 1
+        else:
+            high = middle
+    return best
+
+
+class _Template:
+    """The process that renders (`amp_core.data.templates`)."""
+
+    def __init__(self, tokenizer: Tokenizer, train_on: str, time: float) -> None:
+        self._name = tokenizer.name
+        self._setup = {
+            "template": tokenizer.template, "tokens": tokenizer.tokens, "time": time, "train_on": train_on,
+            "seconds": _SECONDS,
+        }  # fmt: skip
+
+    def __enter__(self) -> _Template:
+        # No key or password of the environment; packages are found where this process finds them.
+        env = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("templates.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        try:
+            self._ask(f"data.tokenizer={self._name}", self._setup)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def render(self, where: str, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat, and which letters of it are trained. ConfigError: the template refuses it."""
+        answer = self._ask(where, {"messages": messages})
+        return answer["text"], answer["spans"]
+
+    def _ask(self, where: str, job: dict[str, Any]) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        line = b""
+        try:
+            stdin.write(json.dumps(job).encode() + b"\n")
+            stdin.flush()
+            line = stdout.readline()
+        except BrokenPipeError:
+            pass  # how it ended says more
+        if line.endswith(b"\n"):
+            answer = json.loads(line)
+            if "problem" not in answer:
+                return answer
+            problem = visible(" ".join(answer["problem"].split()))
+            raise ConfigError(f"{where}: the chat template of {self._name} refuses it: {problem}")
+        code = self._process.wait()
+        how = f"takes more than {_SECONDS:g} s" if code == -signal.SIGALRM else f"ended with {code}"
+        raise ConfigError(f"{where}: the chat template of {self._name} {how}; correct the template or the chat")
