@@ -224,7 +224,7 @@ def load_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> st
 def train_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> None:
     """Train a small base on torch's Python sources, in a plain loop. `recipe=language_model` trains a better one."""
     say(f"no model.weights: training a base for {knobs.base_steps} steps")
-    keys = dict.fromkeys(("path", "eval_path", "tokenizer", "text_key", "packing", "mix", "train_on"))
+    keys = dict.fromkeys(("path", "eval_path", "tokenizer", "text_field", "packing", "mix", "train_on"))
     data = build_data(replace(cfg.data, name="torch_sources", **keys), seed=cfg.seed).train
     amp, optimizer = Amp(cfg.amp, env.device, samples=8), build_optimizer(cfg.optimizer, net.to(env.device))
     picks = torch.randint(len(data), (knobs.base_steps, 8), generator=torch.Generator().manual_seed(cfg.seed))

@@ -25,7 +25,7 @@ KINDS = {
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
 `own` is what a recipe brings itself."""
 
-_OF_TEXT = ("tokenizer", "text_key", "packing", "mix", "train_on")
+_OF_TEXT = ("tokenizer", "text_field", "packing", "mix", "train_on")
 _MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length", "exclude", *_OF_TEXT)
 PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
 """Data sets whose training images can be prepared on the device."""
@@ -248,8 +248,8 @@ def _check_text(cfg: DataConfig) -> Iterator[str]:
         missing = (name for name in SOURCES[cfg.name][1:] if package_folder(name) is None)
         yield from (f"data={cfg.name}: needs the package {name}; use data=text" for name in missing)
         return
-    if cfg.tokenizer is None or cfg.text_key is None:
-        yield "data.tokenizer=null: expected bytes, a folder with tokenizer.json, or such a file; data.text_key, a name"
+    if cfg.tokenizer is None or cfg.text_field is None:
+        yield "data.tokenizer=null: expected bytes, a folder with tokenizer.json, or the file; data.text_field, a name"
     yield from _check_tokens(cfg)
     if cfg.path is None:
         yield "data.path=null: expected a file of text, or a folder of such files"
@@ -301,8 +301,8 @@ def _check_chat(cfg: DataConfig) -> Iterator[str]:
         yield f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out"
     if cfg.tokenizer in (None, "bytes"):
         yield f"data.tokenizer={cfg.tokenizer or 'null'}: data=chat needs the folder of a chat model's tokenizer"
-    if cfg.train_on is None or cfg.text_key is None:
-        yield "data.train_on=null: expected assistant or all; data.text_key, a name"
+    if cfg.train_on is None or cfg.text_field is None:
+        yield "data.train_on=null: expected assistant or all; data.text_field, a name"
     if cfg.packing not in (None, "none"):
         yield f"data.packing={cfg.packing}: chats are not packed; use data.packing=none"
     if package_folder("jinja2") is None:
@@ -462,7 +462,7 @@ _DATA_SETS = {
     ),
     "chat": _DataSet(
         needs=("path", "length"),
-        takes=("eval_path", "num_samples", "tokenizer", "text_key", "packing", "train_on"),
+        takes=("eval_path", "num_samples", "tokenizer", "text_field", "packing", "train_on"),
         check=_check_chat,
     ),
     "brain": _DataSet(check=_check_brain),

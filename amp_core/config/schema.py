@@ -154,7 +154,7 @@ class DataConfig:
     """text: tokens per sample."""
     tokenizer: str | None
     """text: bytes, a folder with tokenizer.json, or such a file."""
-    text_key: str | None
+    text_field: str | None
     """text: the key of *.jsonl, or the column of *.parquet, that holds the documents."""
     packing: Literal["none", "chunks", "best_fit"] | None
     """text: none: a sample is a part of one document; chunks: documents one after another, cut every data.length

@@ -63,7 +63,7 @@ def rendered(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer) -> tu
             f"data.tokenizer={cfg.tokenizer}: has no chat template; expected chat_template.jinja beside it, or "
             f"chat_template in tokenizer_config.json: use the tokenizer of a chat model"
         )
-    about = (tokenizer.digest, tokenizer.template, tokenizer.tokens, cfg.text_key, cfg.train_on, cfg.length)
+    about = (tokenizer.digest, tokenizer.template, tokenizer.tokens, cfg.text_field, cfg.train_on, cfg.length)
     folder = cached(("chat", 1, *about, stamps(files)), lambda folder: _write(files, cfg, tokenizer, folder))
     notes = json.loads((folder / "notes.json").read_text())
     return (
@@ -74,7 +74,7 @@ def rendered(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer) -> tu
 
 
 def _write(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    assert cfg.text_key and cfg.train_on and cfg.length, "check_data was not asked"
+    assert cfg.text_field and cfg.train_on and cfg.length, "check_data was not asked"
     time = max(file.stat().st_mtime for file in files)
     ends, num_cut, without, total, count = [], 0, [], 0, 0
     with (
@@ -82,7 +82,7 @@ def _write(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer, folder:
         (folder / "ids.bin").open("xb") as to_ids,
         (folder / "trained.bin").open("xb") as to_trained,
     ):
-        chats = ((f"{file}, {at}", each) for file in files for at, each in json_lines(file, cfg.text_key))
+        chats = ((f"{file}, {at}", each) for file in files for at, each in json_lines(file, cfg.text_field))
         for part in _together(template, chats):
             encoded = tokenizer.encode_spans([text for *_, text, _ in part])
             for (where, messages, _, spans), (ids, places) in zip(part, encoded, strict=True):

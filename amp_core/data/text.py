@@ -172,8 +172,8 @@ def _roots(cfg: DataConfig) -> list[Path]:
 
 
 def _text(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    assert cfg.tokenizer and cfg.text_key, "check_data was not asked"
-    tokenizer, key = read_tokenizer(cfg.tokenizer), cfg.text_key
+    assert cfg.tokenizer and cfg.text_field, "check_data was not asked"
+    tokenizer, key = read_tokenizer(cfg.tokenizer), cfg.text_field
 
     def documents(root: Path) -> Documents:
         files = text_files(root)

@@ -266,7 +266,7 @@ def json_lines(file: Path, key: str) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(f"{where}: is not JSON: {problem}") from problem
             if not isinstance(found, dict) or key not in found:
                 has = f"has the keys {', '.join(list(found)[:8])}" if isinstance(found, dict) else "is no object"
-                raise ConfigError(f"{where}: {has}, not {key!r}; name the text's own by data.text_key")
+                raise ConfigError(f"{where}: {has}, not {key!r}; name it by data.text_field")
             yield f"line {number}", found[key]
 
 
@@ -278,7 +278,9 @@ def _rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
         with parquet.ParquetFile(file) as table:
             if key not in table.schema_arrow.names:
                 names = ", ".join(table.schema_arrow.names[:8])
-                raise ConfigError(f"{file}: has the columns {names}, not {key!r}; name the text's own by data.text_key")
+                raise ConfigError(
+                    f"{file}: has the columns {names}, not {key!r}; name it by data.text_field"
+                )
             row = 0
             for batch in table.iter_batches(batch_size=256, columns=[key]):
                 for text in batch.column(0).to_pylist():

@@ -297,7 +297,7 @@ def test_it_says_what_it_needs_to_be_found(recipe):
             "a learned table ends with data.length",
         ),
         ("language_model", "recipe.sample_tokens=-1", "recipe.sample_tokens=-1: expected at least 0"),
-        ("language_model", "recipe.temperature=0", "recipe.temperature=0: expected a finite number above 0"),
+        ("language_model", "recipe.temperature=-1", "recipe.temperature=-1: expected a finite number, at least 0"),
         ("language_model", "recipe.prompt=''", "recipe.prompt='': expected at least one character"),
         ("language_model", "model=cnn", "model.name=cnn: is not a language model"),
         ("language_model", "data=mnist_subset", "data=mnist_subset: holds images, the recipe takes text"),

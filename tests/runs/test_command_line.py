@@ -460,17 +460,3 @@ def test_without_the_number_of_ranks_of_a_machine_all_have_equally_many(machines
             monkeypatch.delenv(name)
     check_variables()
     assert os.environ["LOCAL_WORLD_SIZE"] == here
-
-
-def test_a_variable_left_by_another_program_does_not_stop_a_run_of_one_process(own_folder, monkeypatch, capsys):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "x")
-    small = [
-        "data=synthetic",
-        "data.image_size=8",
-        "data.num_samples=32",
-        "device=cpu",
-        "steps=1",
-        "log.progress=false",
-    ]
-    assert train.main(small) == 0, capsys.readouterr().err

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chats import write_tokenizer
 from PIL import Image
 from running import lines
 from test_recipes import run
@@ -134,6 +135,9 @@ def test_every_command_of_the_page_of_wishes_runs(tmp_path):
         for mask in (tmp_path / part / "masks").iterdir():
             Image.fromarray(np.eye(28, dtype=np.uint8) * 255).save(mask)
     (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 400)
+    write_tokenizer(tmp_path / "smollm2")
+    chat = [{"role": "user", "content": "return"}, {"role": "assistant", "content": "def f(x): return x"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
     commands = re.findall(r"^\| [^|]* \| `(python [^`]*)`", WISHES.read_text(), re.MULTILINE)
     assert len(commands) > 30 and commands[0] == "python train.py run_dir=runs/first"
     short = []

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from chats import SMOLLM2, write_tokenizer
 from shared import data_config
 from torch import nn
 
@@ -22,13 +23,6 @@ from amp_core.step.window import windows
 pytest.importorskip("tokenizers", reason="needs the extra text")
 pytest.importorskip("jinja2", reason="needs the extra text")
 
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""Of SmolLM2-135M-Instruct."""
 INST = """{{ bos_token }}
 {%- for message in messages %}
     {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
@@ -64,30 +58,13 @@ def say(text: str) -> dict[str, str]:
 CHATS = [turns(*ANSWERS[:number]) for number in (1, 2, 3)] * 4
 
 
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory):
-    """A byte-level BPE, as transformers saves it; its places of tokens are trimmed, as GPT-2's are."""
-    from tokenizers import ByteLevelBPETokenizer
-
-    inner = ByteLevelBPETokenizer(trim_offsets=True)
-    special = ["<|im_start|>", "<|im_end|>", "<s>"]
-    inner.train_from_iterator(["def f(x):\n    return x The self returns. " * 50], 400, special_tokens=special)
-    file = tmp_path_factory.mktemp("vocabulary") / "tokenizer.json"
-    inner.save(str(file))
-    return file.read_text()
-
-
 @pytest.fixture
-def chat(tmp_path, monkeypatch, vocabulary):
+def chat(tmp_path, monkeypatch):
     """Data of chats, or of lines as they are, by a template."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def make(chats=CHATS, template=SMOLLM2, **values):
-        folder = tmp_path / "tokenizer"
-        folder.mkdir(exist_ok=True)
-        (folder / "tokenizer.json").write_text(vocabulary)
-        tokens = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
-        (folder / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": template}))
+        write_tokenizer(folder := tmp_path / "tokenizer", template)
         lines = chats if isinstance(chats, bytes) else b"".join(line(each) for each in chats)
         (tmp_path / "chat.jsonl").write_bytes(lines)
         cfg = data_config("chat", path=str(tmp_path / "chat.jsonl"), tokenizer=str(folder), **{"length": 256} | values)

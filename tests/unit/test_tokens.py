@@ -147,7 +147,7 @@ def test_documents_end_with_eos_and_are_tokenized_once(tmp_path, tokenizer, kind
         import pyarrow.parquet as parquet
 
         parquet.write_table(pyarrow.table({"body": TEXTS}), folder / "a.parquet")
-    cfg = data_config("text", path=str(folder), tokenizer=tokenizer, text_key="body", length=8)
+    cfg = data_config("text", path=str(folder), tokenizer=tokenizer, text_field="body", length=8)
     assert check_data(cfg) == []
     data, ids = build_data(cfg, seed=0), read_tokenizer(tokenizer)
     assert data.tokenizer is not None and data.facts["vocab_size"] == ids.vocab_size and ids.eos == 0

@@ -30,6 +30,7 @@ NOT_TORCH = {
     "_processes": "concurrent.futures",
     "_fields": "named tuples",
     "_make": "named tuples",
+    "_attn_implementation": "transformers",
     "_reset_state": "accelerate",
     "_suggest": "optuna",
     "_trial_id": "optuna",
