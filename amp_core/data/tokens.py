@@ -278,9 +278,7 @@ def _rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
         with parquet.ParquetFile(file) as table:
             if key not in table.schema_arrow.names:
                 names = ", ".join(table.schema_arrow.names[:8])
-                raise ConfigError(
-                    f"{file}: has the columns {names}, not {key!r}; name it by data.text_field"
-                )
+                raise ConfigError(f"{file}: has the columns {names}, not {key!r}; name it by data.text_field")
             row = 0
             for batch in table.iter_batches(batch_size=256, columns=[key]):
                 for text in batch.column(0).to_pylist():
