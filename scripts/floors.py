@@ -23,9 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (10_250, "base lowp step memory layouts checkpoints heads"),
+    "library": (10_525, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (14_060, "config run cli data models train.py"),
+    "program": (14_101, "config run cli data models train.py"),
     "amp_tools": (4_085, "amp_tools"),
     "scripts": (5_115, "scripts"),
     "amp_conformance": (2_490, "amp_conformance"),
@@ -36,7 +36,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.985
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 35, 7_540, 2_820
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 35, 7_613, 2_820
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 580

@@ -49,8 +49,8 @@ A failed job is reported and does not end the sweep. Exit codes: 0 all finished,
 BY_NAME = {
     "model": "model.name= takes any classification network of torchvision.models besides; model=timm and model=hf take "
     "those of timm and transformers; arguments: model.options.<name>=",
-    "optimizer": "optimizer.name= takes any class of torch.optim with dense gradients and no closure; "
-    "arguments: optimizer.options.<name>=",
+    "optimizer": "optimizer.name= takes any class of torch.optim with dense gradients and no closure, and "
+    "<module>.<Class> of an installed package; arguments: optimizer.options.<name>=",
     "schedule": "schedule.name= takes any scheduler of torch.optim.lr_scheduler that needs no metric; "
     "arguments: schedule.options.<name>=",
 }

@@ -88,7 +88,6 @@ REASONS = {
     **dict.fromkeys(("transforms", "transform", "augmentation"), "use data.augment=true or false"),
     "verbose": "train.log has everything; log=none is quiet",
     "enabled": "a mode is chosen: use amp=fp32 for none",
-    "layer_decay": "weights of all layers have one rate; an own recipe can make groups (docs/YOUR_OWN_MODEL.md)",
 }
 """Last parts of keys that are no settings here, and why."""
 FREE = ("model", "optimizer", "schedule")
@@ -255,7 +254,11 @@ def _check_option(group: str, option: Any) -> None:
         raise ConfigError(f"{found} Did you mean {group}.name={name}?")
     more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""
     more = " Data of other kinds come with a recipe of your own (docs/YOUR_OWN_MODEL.md)." if group == "data" else more
-    more = f" {option} is no class of torch.optim, which optimizer.name= takes." if group == "optimizer" else more
+    more = (
+        f" {option} is no class of torch.optim, which optimizer.name= takes, as it takes <module.Class> of a package."
+        if group == "optimizer"
+        else more
+    )
     meant = MEANT.get(group, {}).get(word) or (_without(group) if word in ("none", "false", "off") else None)
     raise ConfigError(f"{found} {suggest(meant or str(option), choices(group))}{more}")
 

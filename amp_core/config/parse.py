@@ -21,6 +21,8 @@ def describe(kind: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if origin in (Union, types.UnionType):
         return " or ".join(describe(k) for k in get_args(kind))
+    if origin is list and get_args(kind) != (str,):
+        return "a list of groups of keys, in quotes: 'key=[{a:1,b:2}]'"
     if origin is list:
         return 'a list of text, in quotes: \'key=["a","b"]\''
     if origin is dict or kind is dict or dataclasses.is_dataclass(kind):
@@ -45,7 +47,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin in (Union, types.UnionType):
         return any(_fits(value, k) for k in get_args(kind))
     if origin is list:
-        return isinstance(value, list) and all(isinstance(v, str) for v in value)
+        return isinstance(value, list) and all(_fits(v, get_args(kind)[0]) for v in value)
     if origin is dict:
         return isinstance(value, dict) and all(isinstance(k, str) for k in value)
     if kind is float:
@@ -72,6 +74,9 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
             problems.append(f"{dot}{name}: there is no such key. {suggest(dot + name, [dot + f for f in fields])}")
     taken = {}
     for name, expected in fields.items():
+        if name not in values and hasattr(kind, name):  # a default: an option file of an earlier version lacks it
+            taken[name] = getattr(kind, name)
+            continue
         if name not in values:
             problems.append(f"{dot}{name}: the key is missing; expected {describe(expected)}")
             taken[name] = None

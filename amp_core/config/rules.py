@@ -19,7 +19,7 @@ SCALE_KEYS += ("min_scale", "dynamic")
 LEAST: dict[int | None, str] = {
     None: "epochs max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb optimizer.lr clip.max_norm "
     "clip.max_value clip.factor amp.init_scale amp.growth_factor amp.backoff_factor amp.max_scale amp.min_scale "
-    "amp.max_scale_per_sample",
+    "amp.max_scale_per_sample optimizer.layer_decay",
     0: "data.num_workers seed doctor.max_reports optimizer.weight_decay layout.max_restarts debug.inject.rank "
     "perf.profile",
     1: "accumulation batch_size steps samples save_every eval_every log_every eval.samples checkpoint.keep "
@@ -29,6 +29,7 @@ LEAST: dict[int | None, str] = {
 }
 """The least value of numbers; None: above 0. All are finite."""
 MOST: dict[float, str] = {
+    1: "optimizer.layer_decay",
     3.4e38: "optimizer.lr optimizer.weight_decay amp.init_scale amp.growth_factor amp.max_scale amp.min_scale "
     "amp.max_scale_per_sample clip.max_norm clip.max_value clip.factor",  # fp32 has no more
     MOST_STEPS: "steps schedule.horizon debug.inject.step data.num_classes",
@@ -194,8 +195,9 @@ def _check_sharded(cfg: Config) -> Iterator[str]:
         yield (
             f"doctor.statistics_every={cfg.doctor.statistics_every}: measures unsharded weights; use null with {layout}"
         )
-    if cfg.optimizer.name in WHOLE_MATRICES:
-        yield f"optimizer.name={cfg.optimizer.name}: {WHOLE_MATRICES[cfg.optimizer.name]}; use layout=ddp"
+    if "." in cfg.optimizer.name or cfg.optimizer.name in WHOLE_MATRICES:
+        why = WHOLE_MATRICES.get(cfg.optimizer.name, "of another package may need whole weights")
+        yield f"optimizer.name={cfg.optimizer.name}: {why}; use layout=ddp"
 
 
 def _check_run(cfg: Config) -> Iterator[str]:
@@ -214,8 +216,13 @@ def _check_run(cfg: Config) -> Iterator[str]:
             yield f"optimizer.options.{key}: is set by this project; {where}"
     if cfg.ema.decay is not None and not 0 <= cfg.ema.decay < 1:
         yield f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off"
-    if cfg.optimizer.name == "AdamW8bit" and cfg.layout.shard_optimizer:
-        yield "optimizer.name=AdamW8bit: has no slices for layout.shard_optimizer=true; use one of them"
+    if (cfg.optimizer.name == "AdamW8bit" or "." in cfg.optimizer.name) and cfg.layout.shard_optimizer:
+        yield f"optimizer.name={cfg.optimizer.name}: has no slices for layout.shard_optimizer=true; use one of them"
+    if cfg.optimizer.name.startswith("schedulefree.") and cfg.amp.update is not None:
+        yield (
+            f"optimizer.name={cfg.optimizer.name}: evaluates at an average that 16-bit weights do not follow; use "
+            f"amp=bf16 instead of amp={cfg.amp.name}"
+        )
     if cfg.optimizer.state_dtype == "bfloat16" and cfg.layout.shard_optimizer:
         yield (
             "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true promises bit-identical steps, "

@@ -176,7 +176,8 @@ class OptimizerConfig:
     """The optimizer."""
 
     name: str
-    """Any class of `torch.optim` for dense gradients without a closure, or `AdamW8bit` of torchao."""
+    """Any class of `torch.optim` for dense gradients without a closure, `AdamW8bit` of torchao, or `<module>.<Class>`
+    of an installed package, such as `schedulefree.AdamWScheduleFree`."""
     lr: float
     """Peak learning rate."""
     weight_decay: float
@@ -188,6 +189,13 @@ class OptimizerConfig:
     memory."""
     options: dict[str, Any]
     """Further keyword arguments of the class, such as `momentum` or `betas`."""
+    package: str | None = None
+    """A package that `name` may be imported from, besides those known to work."""
+    groups: list[dict[str, Any]] | None = None
+    """Settings of some weights: `match`, the names of weights or modules (a glob), and lr, weight_decay or options. The
+    first that matches holds; norms and biases never decay."""
+    layer_decay: float | None = None
+    """Multiplies the learning rate once per layer, from the last to the first; null: one rate."""
 
 
 WHOLE_MATRICES = {"Adafactor": "factors the moments of whole matrices", "Muon": "orthogonalises whole matrices"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from amp_core.config.errors import Diverged
 from amp_core.config.schema import AmpConfig
@@ -31,8 +33,17 @@ class Evaluation:
     `evaluate` gives the metrics of a network on the evaluation data; the clock of training is paused meanwhile.
     """
 
-    def __init__(self, env: Environment, evaluate: Evaluate, model: nn.Module, ema: Ema | None, clock: Clock) -> None:
+    def __init__(
+        self,
+        env: Environment,
+        evaluate: Evaluate,
+        model: nn.Module,
+        ema: Ema | None,
+        clock: Clock,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
         self._env, self._evaluate, self._model, self._ema, self._clock = env, evaluate, model, ema, clock
+        self._optimizers = optimizers
         self.metrics: dict[str, float] = {}
         """The last results."""
         self.step = -1
@@ -65,11 +76,20 @@ class Evaluation:
         net = unwrap(self._model)
         nets = [net] if self._ema is None else [net, self._ema.model]
         share_buffers(*nets)  # rank 0's are saved, so rank 0's are evaluated
-        metrics = self._evaluate(net.eval())
+        with self.averaged():
+            metrics = self._evaluate(net.eval())
         net.train()
         if self._ema is not None:
             metrics |= {f"ema_{name}": value for name, value in self._evaluate(self._ema.model).items()}
         return metrics
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Within: the network is as an optimizer with an average of its own wants it evaluated."""
+        if not any(hasattr(each, "eval") for each in self._optimizers):
+            return contextlib.nullcontext()
+        from amp_core.step.foreign import averaged
+
+        return averaged(self._optimizers)
 
     def _check_stop(self, number: int, *_: Any) -> None:
         if number:  # all ranks have two batches or more, or none has

@@ -90,7 +90,7 @@ class Loop:
         """Windows done, taken or skipped."""
         self.samples = 0
         """Samples drawn so far, over all ranks."""
-        self.evaluation = Evaluation(env, evaluate, self.model, self.ema, self.clock)
+        self.evaluation = Evaluation(env, evaluate, self.model, self.ema, self.clock, self.optimizers)
         self.classes: list[str] = []
         """Names of the classes, by number, as they were when the run began; empty where data has none."""
         self.islands: list[str] = []

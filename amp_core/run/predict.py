@@ -64,7 +64,7 @@ def predict(loop: Any, notes: list[str]) -> None:
     file = env.run_dir / "predictions.jsonl"
     if env.any_rank(env.is_main and not (env.run_dir / ".hydra").exists()):  # the folder of a run stays unchanged
         env.folder.begin()
-    with writing(env.run_dir):
+    with writing(env.run_dir), loop.evaluation.averaged():
         if texts:
             lines = sorted(answers(loop, net, texts))
         else:

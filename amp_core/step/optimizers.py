@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,7 +33,11 @@ def _available() -> dict[str, type[torch.optim.Optimizer]]:
     return {name: cls for name, cls in sorted(found.items()) if name not in REFUSED}
 
 
-def _class_of(name: str) -> type[torch.optim.Optimizer]:
+def _class_of(name: str, package: str | None) -> type[torch.optim.Optimizer]:
+    if "." in name:
+        from amp_core.step import foreign  # other runs need none of it
+
+        return foreign.find(name, package)
     if name != "AdamW8bit":
         return _available()[name]
     from amp_core.lowp.adam8 import AdamW8bit  # imports torchao, for seconds
@@ -43,20 +48,25 @@ def _class_of(name: str) -> type[torch.optim.Optimizer]:
 def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bool:
     if on_cuda and cls is torch.optim.Adagrad and torch.__version__ < "2.12":
         return False  # its first step would raise
-    return "fused" in inspect.signature(cls).parameters
+    return "fused" in inspect.signature(cls).parameters and cls.__module__.startswith(("torch.", "amp_core."))
 
 
 def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]:
     """Problems of the `optimizer` group, found by building one over a single CPU weight."""
     if cfg.name in REFUSED:
         return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', _available())}"]
-    if cfg.name not in (names := [*_available(), "AdamW8bit"]):
+    if "." in cfg.name:
+        try:
+            _class_of(cfg.name, cfg.package)
+        except ValueError as problem:
+            return [f"optimizer.name={cfg.name}: {problem}"]
+    elif cfg.name not in (names := [*_available(), "AdamW8bit"]):
         return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, names)}"]
-    for package in ("torchao", "triton") if cfg.name == "AdamW8bit" else ():  # which compiles its step for a GPU
+    for package in ("torchao", "triton") if cfg.name.endswith("AdamW8bit") else ():  # which compiles its step for a GPU
         if find_spec(package) is None and (on_cuda or package == "torchao"):
             hint = "pip install torchao, or use optimizer=adamw optimizer.state_dtype=bfloat16"
             return [f"optimizer.name=AdamW8bit: needs the package {package}; {hint}"]
-    cls = _class_of(cfg.name)
+    cls = _class_of(cfg.name, cfg.package)
     ours = ("params", "lr", "weight_decay", "fused", "bf16_stochastic_round")
     parameters = [p for p in inspect.signature(cls).parameters if p not in ours]
     parameters += ["betas"] if cls is torch.optim.Muon else []  # of AdamW beside it
@@ -74,9 +84,15 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
         )
     if cfg.state_dtype == "bfloat16":
         problems += _check_16bit(cfg)
+    if cfg.groups or cfg.layer_decay is not None:
+        from amp_core.step.groups import check_groups
+
+        problems += check_groups(cfg, parameters)
     if not problems:
         try:
-            build_optimizer(cfg, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+            build_optimizer(
+                replace(cfg, groups=None, layer_decay=None), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            )
         except Exception as problem:  # report to the user whatever the constructor raises
             problems.append(f"optimizer.name={cfg.name}: refuses its settings: {problem}")
     return problems
@@ -109,13 +125,18 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
 
         fused = True if cfg.fused is None else cfg.fused
         return muon.build(nets, cfg.lr, cfg.weight_decay, fused=fused, **options)
-    params = [p for net in nets for p in master_params(net) if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    if cfg.groups or cfg.layer_decay is not None:
+        from amp_core.step.groups import weight_groups
+
+        groups = weight_groups(cfg, nets)
+    else:
+        params = [p for net in nets for p in master_params(net) if p.requires_grad]
+        groups = [
+            {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
+            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        ]
     groups = [group for group in groups if group["params"]]
-    cls = _class_of(cfg.name)
+    cls = _class_of(cfg.name, cfg.package)
     # A differentiable step excludes fused and wins unless both were requested. So do weights on several devices in SGD,
     # whose fused form takes its learning rate from one device.
     devices = {p.device for group in groups for p in group["params"]}
@@ -132,7 +153,10 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
         from amp_core.lowp.moments import Adam16
 
         return Adam16(groups, cfg.lr, **options, decoupled_weight_decay=cfg.name == "AdamW")
-    return cls(groups, lr=cfg.lr, **options)  # type: ignore[arg-type]
+    optimizer = cls(groups, lr=cfg.lr, **options)  # type: ignore[arg-type]
+    if hasattr(optimizer, "eval"):
+        optimizer.train()  # type: ignore[attr-defined]  # of schedulefree, whose step refuses without
+    return optimizer
 
 
 # --- without torch's compiler -----------------------------------------------------------------------------------------

@@ -198,6 +198,8 @@ def _require_no_metric(kind: Any) -> None:
 
 def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[float]]:
     """The learning rate of every step: one list of `num_steps` floats per group. Raises as `Schedule` does."""
+    if isinstance(make, _Sequential):
+        return make.table(peaks, num_steps)
     stand_in = _StandIn([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0], momentum=0.5)
     if not callable(make):
         raise TypeError(
@@ -245,16 +247,31 @@ def _after_warmup(curve: Callable[[float, float], float]) -> Callable[..., LRSch
     return make
 
 
+def _wsd(
+    optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, decay: float = 0.2, final: float = 0.0
+) -> LRScheduler:
+    """Warmup, stable, decay by 1 - sqrt (Hägele et al., arXiv:2405.18392): a longer run continues from its middle."""
+    num_warmup, num_decay = round(warmup * num_steps), round(decay * num_steps)
+
+    def factor(step: int) -> float:
+        progress = max(step - num_steps + num_decay, 0) / max(num_decay, 1)
+        return min((step + 1) / (num_warmup + 1), 1.0) * (1.0 + (final - 1.0) * math.sqrt(progress))
+
+    return LambdaLR(optimizer, factor)
+
+
 OWN: dict[str, Callable[..., LRScheduler]] = {
     "constant": lambda optimizer, num_steps: LambdaLR(optimizer, lambda step: 1.0),
     "warmup_cosine": _after_warmup(lambda p, final: final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * p))),
     "warmup_linear": _after_warmup(lambda p, final: 1.0 + (final - 1.0) * p),
+    "wsd": _wsd,
+    "sequential": lambda optimizer, num_steps, parts: LambdaLR(optimizer, lambda step: 1.0),  # see `_sequential`
 }
 REFUSED = {
     "ReduceLROnPlateau": "needs a metric",
     "LambdaLR": "needs a function, which a config cannot hold",
     "MultiplicativeLR": "needs a function, which a config cannot hold",
-    "SequentialLR": "needs other schedulers, which a config cannot hold",
+    "SequentialLR": "is schedule=sequential here",
     "ChainedScheduler": "needs other schedulers, which a config cannot hold",
     "SWALR": "belongs to SWA; averaged weights are ema.decay here",
     "LRScheduler": "is abstract",
@@ -272,17 +289,45 @@ def _available() -> dict[str, Any]:
 
 def _maker(cfg: ScheduleConfig) -> Make:
     target = _available()[cfg.name]
+    if cfg.name == "sequential":
+        return _Sequential(cfg.options["parts"])
     if cfg.name in OWN:
         return lambda optimizer, num_steps: target(optimizer, num_steps, **cfg.options)
     parameters = inspect.signature(target).parameters
 
     def make(optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
         # Values that follow from the run need not be given.
-        peak = max(float(group["lr"]) for group in optimizer.param_groups)
-        known = {"T_max": num_steps, "total_steps": num_steps, "max_lr": peak}
+        peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        known = {"T_max": num_steps, "total_steps": num_steps, "max_lr": peaks}
         return target(optimizer, **{k: v for k, v in known.items() if k in parameters} | cfg.options)
 
     return make
+
+
+class _Sequential:
+    """Schedules one after another, each as if it were alone over its share of the horizon; the last has the rest."""
+
+    def __init__(self, parts: list[dict[str, Any]]) -> None:
+        self._shares = [part.get("share", 0.0) for part in parts]
+        values = ({k: v for k, v in part.items() if k not in ("name", "share")} for part in parts)
+        configs = [ScheduleConfig(str(part["name"]), None, own) for part, own in zip(parts, values, strict=True)]
+        if problems := [problem for config in configs for problem in check_schedule(config)]:
+            raise ValueError(problems[0])
+        if not all(0 < share < 1 for share in self._shares[:-1]) or sum(self._shares[:-1]) >= 1:
+            raise ValueError("expected in each part but the last a share of the horizon, below 1 in all")
+        self._makes = list(map(_maker, configs))
+
+    def __call__(self, optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
+        raise NotImplementedError("has a table")
+
+    def table(self, peaks: list[float], num_steps: int) -> list[list[float]]:
+        lengths = [round(share * num_steps) for share in self._shares[:-1]]
+        lengths.append(num_steps - sum(lengths))
+        columns: list[list[float]] = [[] for _ in peaks]
+        for make, length in zip(self._makes, lengths, strict=True):
+            for column, part in zip(columns, rate_table(make, peaks, length) if length > 0 else (), strict=length > 0):
+                column += part
+        return columns
 
 
 def check_schedule(cfg: ScheduleConfig) -> list[str]:

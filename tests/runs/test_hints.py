@@ -224,7 +224,7 @@ MISTAKES = {
     "-m hydra/launcher=jobllib seed=1,2": "Did you mean joblib?",
     "-m hydra/launcher=joblib hydra.launcher.njobs=2 seed=1,2": "Did you mean hydra.launcher.n_jobs?",
     f"{'a' * 5000}=1": f"error: {'a' * 200}...",
-    "optimizer.layer_decay=0.7": "own recipe can make groups NO weight_decay",
+    "optimizer.layer_decays=0.7": "Did you mean optimizer.layer_decay=0.7? NO weight_decay",
     "optimizer.weight_decay_rate=0.1": "optimizer.options.<name> NO Did you mean",
     "optimizer.momentum=0.9": "optimizer.options",
     "optimizer.nesterov=true": "optimizer.options",
