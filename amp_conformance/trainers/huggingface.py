@@ -102,8 +102,9 @@ class HuggingFace:
                 seed=torch.initial_seed() % 2**32,
                 ddp_backend="gloo" if task.ranks > 1 else None,
             )
+            rows: Any = [0]
             trainer: Any = _Trainer(
-                net, arguments, train_dataset=[0], data_collator=lambda rows: rows[0], optimizers=(optimizer, schedule)
+                net, arguments, train_dataset=rows, data_collator=lambda rows: rows[0], optimizers=(optimizer, schedule)
             )
             trainer.task = task
             trainer.model_accepts_loss_kwargs = task.weighted
