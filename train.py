@@ -91,10 +91,8 @@ def main(arguments: list[str]) -> int:
         raise ConfigError("-m: a sweep has a configuration for each job; leave it out, or leave out --cfg and --info")
     if flags.multirun:
         return _sweep(flags.overrides)
-    if flags.cfg == "job":
-        return _show_config(flags)
     if flags.hydra_help or flags.cfg or flags.info or flags.shell_completion:
-        return _ask_hydra(arguments, flags)
+        return _show(arguments, flags)
     return _single(flags.overrides)
 
 
@@ -196,18 +194,39 @@ def _single(overrides: list[str]) -> int:
     from amp_core.run.rendezvous import launched
 
     sweep.end_with_parent()
-    if launched():
-        from amp_core.run.process import check_variables
-
-        check_variables()
-        return _under_torchrun(overrides)
-    job = _prepare(overrides)
+    job = _shared(overrides) if launched() else _prepare(overrides)
     if job is None:
         return 0
     outcome = _launch(job)
-    if outcome.error:
+    is_told_here = not launched() or os.environ["RANK"] == "0"
+    if launched() and outcome.exit_code == 1:
+        from amp_core.run.launch import report_failure
+
+        report_failure(outcome.error or "")
+    elif outcome.error and is_told_here:
         complain(outcome.error)
+    if launched():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(outcome.exit_code)  # the process group's threads sometimes abort at exit; all is done and written
     return outcome.exit_code
+
+
+def _shared(overrides: list[str]) -> Any:
+    """The job of this rank under torchrun, as rank 0 has prepared it. ConfigError: it is refused, which rank 0 says."""
+    from amp_core.run.launch import share
+    from amp_core.run.process import check_variables
+
+    check_variables()
+    job, refused = None, False
+    if os.environ["RANK"] == "0":
+        try:
+            job = _prepare(overrides)
+        except ConfigError as problem:
+            refused = True
+            say_error(problem)  # before the others hear of it: the agent kills all when the first one leaves
+            sys.stderr.flush()
+    return share(job, refused=refused)
 
 
 def _prepare(overrides: list[str]) -> Any:
@@ -251,35 +270,6 @@ def _add_to_path() -> None:
     # Workers are started as `python -m recipes`, from any folder.
     if Path(ROOT, "recipes").is_dir() and ROOT not in path.split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, path]))
-
-
-def _under_torchrun(overrides: list[str]) -> int:
-    from amp_core.run.launch import in_process, report_failure, share
-    from recipes import runner
-
-    job, refused = None, None
-    if os.environ["RANK"] == "0":
-        try:
-            job = _prepare(overrides)
-        except ConfigError as problem:
-            refused = problem
-            say_error(refused)  # before the others hear of it: the agent kills all when the first one leaves
-            sys.stderr.flush()
-    try:
-        job = share(job, refused=refused is not None)
-    except ConfigError:
-        return 2
-    if job is None:
-        return 0
-    _collect_again()
-    outcome = in_process(job, runner(job.cfg.recipe["name"]))
-    if outcome.exit_code == 1:
-        report_failure(outcome.error or "")
-    elif outcome.error and os.environ["RANK"] == "0":
-        complain(outcome.error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(outcome.exit_code)  # the process group's threads sometimes abort at exit; all work is done and written
 
 
 # --- sweeps, and what Hydra answers by itself -------------------------------------------------------------------------
@@ -468,27 +458,22 @@ def _run_job(record: sweep.Record, sweep_dir: Path, *, apart: bool) -> int:
     return outcome.signalled
 
 
-def _show_config(flags: argparse.Namespace) -> int:
-    sound, problems = check_overrides(flags.overrides, multirun=False)
+def _show(arguments: list[str], flags: argparse.Namespace) -> int:
+    """Answer flags that ask for the configuration, or what Hydra answers by itself."""
+    sound, problems = check_overrides(flags.overrides if flags.cfg or flags.info else [], multirun=False)
     if problems:
         raise ConfigError(problems)
-    values: Any = OmegaConf.create(compose.compose(sound, to_show=True))
-    if flags.package not in (None, "_global_", "") and (values := OmegaConf.select(values, flags.package)) is None:
-        raise ConfigError(f"--package={flags.package}: there is no such key. {suggest(flags.package, groups())}")
-    say(OmegaConf.to_yaml(values).rstrip() if OmegaConf.is_config(values) else str(values))
-    return 0
-
-
-def _ask_hydra(arguments: list[str], flags: argparse.Namespace) -> int:
-    overrides = [] if flags.hydra_help else flags.overrides
-    if flags.cfg or flags.info:
-        overrides, problems = check_overrides(overrides, multirun=False)
-        if problems:
-            raise ConfigError(problems)
+    if flags.cfg == "job":
+        values: Any = OmegaConf.create(compose.compose(sound, to_show=True))
+        if flags.package not in (None, "_global_", "") and (values := OmegaConf.select(values, flags.package)) is None:
+            raise ConfigError(f"--package={flags.package}: there is no such key. {suggest(flags.package, groups())}")
+        say(OmegaConf.to_yaml(values).rstrip() if OmegaConf.is_config(values) else str(values))
+        return 0
     asked = [argument for argument in arguments if argument not in flags.overrides and argument != "--"]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
+    sound = flags.overrides if flags.shell_completion else sound
     try:
-        _hydra([*asked, "--", *overrides])  # it finds no flags behind overrides
+        _hydra([*asked, "--", *sound])  # it finds no flags behind overrides
     except Exception as problem:
         raise ConfigError(f"{' '.join(arguments)}: {compose.one_line(problem)}") from problem
     return 0

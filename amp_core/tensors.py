@@ -146,12 +146,7 @@ class Slice:
 
 
 def dtensor_like(value: Any, live: Any) -> Any:
-    """This rank's shard of `value`, laid out like `live`, if `live` is a DTensor; else `value`. No collective.
-
-    Args:
-        value: a full tensor, or this rank's `Slice`; anything else is returned unchanged.
-        live: the tensor whose layout to copy.
-    """
+    """This rank's shard of `value` (full, or a `Slice`), laid out like `live` if that is a DTensor; else `value`."""
     if isinstance(value, Slice) and is_dtensor(live) and value.shape == tuple(live.shape):
         return _from_local(value.tensor.detach().to(live.device), live)
     if not is_dtensor(live) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != live.shape:
@@ -172,8 +167,7 @@ def load_state(net: nn.Module, state: dict[str, Any]) -> None:
 def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
     """The ranks whose shards make up the full `tensor`; None if this rank holds all of it.
 
-    Raises:
-        TypeError: it is not sharded over one dimension of its mesh and replicated over the others.
+    TypeError: it is not sharded over one dimension of its mesh and replicated over the others.
     """
     split = split_dimension(tensor) if is_dtensor(tensor) else None
     return None if split is None else tensor.device_mesh.get_group(split)  # type: ignore[attr-defined]
@@ -255,8 +249,7 @@ def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
 def step_on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Around a step: the optimizer sees this rank's shards of weights, gradients and state. Collective if sharded.
 
-    Raises:
-        TypeError: the optimizer is known to look at whole matrices.
+    TypeError: the optimizer is known to look at whole matrices.
     """
     with contextlib.ExitStack() as views:
         views.enter_context(_on_plain_tensors(optimizer))

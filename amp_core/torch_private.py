@@ -94,11 +94,7 @@ _ROWS = (
         _NO_DOCTOR,
     ),
     ("torch.ops.aten.add.Tensor._schema", "names of arguments", f"{_NO_DOCTOR}; {_NO_POLICY}"),
-    (
-        "torch.UntypedStorage._cdata",
-        "whether tensors share memory",
-        "data_ptr(); estimates made without memory are too high",
-    ),
+    ("torch.UntypedStorage._cdata", "whether tensors share memory", "data_ptr(); estimates on meta are too high"),
     # CUDA's choice of dtypes on a CPU.
     ("torch._C._dispatch_has_kernel_for_dispatch_key", "which operators autocast knows", _NO_POLICY),
     ("torch._C._dispatch_get_all_op_names", "which operators autocast knows", _NO_POLICY),
@@ -165,11 +161,7 @@ def is_missing(*names: str) -> bool:
 
 
 def need(feature: str, *names: str) -> None:
-    """Raises ConfigError where torch lacks one of these.
-
-    Args:
-        feature: what needs them, as the user switches it on.
-    """
+    """Raises ConfigError where torch lacks one of these, which `feature` needs: as the user switches it on."""
     lacking = [name for name in names if is_missing(name)]
     if lacking:
         raise ConfigError(f"{feature}: torch {torch.__version__} has no {', '.join(lacking)}; use another torch")
@@ -274,8 +266,7 @@ _identity_of = reader("torch.UntypedStorage._cdata", lambda storage: storage.dat
 def storage_of(tensor: Tensor) -> int:
     """A number that tensors of the same memory share, also on the meta device.
 
-    Raises:
-        NotImplementedError, RuntimeError: the tensor has no storage: sparse, or a wrapper.
+    NotImplementedError, RuntimeError: the tensor has no storage: sparse, or a wrapper.
     """
     return _identity_of(tensor.untyped_storage()) or id(tensor)
 

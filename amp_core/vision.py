@@ -27,8 +27,7 @@ _declared: list[torch.library.Library] = []  # torch removes the operators when 
 def import_torchvision() -> ModuleType:
     """The torchvision module, without whatever part of its compiled code cannot be loaded.
 
-    Raises:
-        ConfigError: it is not installed.
+    ConfigError: it is not installed.
     """
     try:
         return _import()

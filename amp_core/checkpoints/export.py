@@ -26,11 +26,8 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
         part: `model`, `ema`, or any other network of the checkpoint: its state dict. None: the whole checkpoint as
             `Checkpoint` in format `single` writes it, which `resume=` takes; only as `.pt`.
 
-    Returns:
-        Lines for the user: where it came from, and checkpoints that were rejected.
-
-    Raises:
-        ConfigError, CheckpointError, SaveError: a target of another kind, no such sound checkpoint, no way to write it.
+    Returns lines for the user: where it came from, and checkpoints that were rejected. ConfigError, CheckpointError,
+    SaveError: a target of another kind, no such sound checkpoint, no way to write it.
     """
     problems = []
     if target.suffix not in SUFFIXES:

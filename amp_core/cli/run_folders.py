@@ -26,7 +26,7 @@ from amp_core.config.files import (
     why_no_folder,
 )
 from amp_core.config.redact import holds_secret
-from amp_core.config.rules import differences, node_range
+from amp_core.config.rules import differences
 from amp_core.config.schema import Config
 
 CONSTANT = ".jobs/constant"
@@ -52,7 +52,7 @@ def check_run_dir(run_dir: str, cfg: Config) -> None:
     folder = Path(run_dir)
     if problems := list(_check_names(folder)):
         raise ConfigError([f"run_dir={run_dir}: {problem}" for problem in problems])
-    nodes = node_range(cfg.layout.nnodes)
+    nodes = cfg.layout.nodes
     # Of several machines one has the lock; a machine that comes back finds it taken by its own run.
     if is_locked(folder) and (nodes is None or nodes[1] == 1):
         raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")

@@ -111,21 +111,6 @@ def _check_clip(clip: ClipConfig) -> Iterator[str]:
             yield f"clip.{key}={shown}: has no effect with clip={clip.name}; use clip={owner}"
 
 
-def node_range(nnodes: int | str) -> tuple[int, int] | None:
-    """(least, most) machines of `layout.nnodes`, or None when it cannot be read."""
-    parts = str(nnodes).split(":")
-    if len(parts) > 2 or not all(p.isascii() and p.isdigit() for p in parts):
-        return None
-    low, high = int(parts[0]), int(parts[-1])
-    return (low, high) if 1 <= low <= high else None
-
-
-def is_elastic(cfg: Config) -> bool:
-    """Whether machines may come and go while it runs."""
-    nodes = node_range(cfg.layout.nnodes)
-    return nodes is not None and nodes[0] < nodes[1]
-
-
 _OF_LAYOUT = {
     "num_stages": ("model_parallel", "a number of devices, such as 2"),
     "shard_size": ("hsdp", "ranks per replica, such as 8; or use layout=fsdp"),
@@ -139,7 +124,7 @@ def _check_layout(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
     if layout.name in ("model_parallel", "data_parallel") and cfg.amp.update is not None:
         yield f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) need one device per process"
-    nodes = node_range(layout.nnodes)
+    nodes = layout.nodes
     if nodes is None:
         yield f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2'
     for key, (owner, needed) in _OF_LAYOUT.items():
@@ -175,7 +160,7 @@ def _check_layout(cfg: Config) -> Iterator[str]:
                     f"layout.{key}=null: layout.nnodes={layout.nnodes} needs it, the same on all machines, "
                     f"for instance layout.{key}={'host:29500' if key == 'rdzv_endpoint' else 'my-job'}"
                 )
-        starts_again = is_elastic(cfg) or (layout.max_restarts or 0) > 0
+        starts_again = cfg.layout.is_elastic or (layout.max_restarts or 0) > 0
         if starts_again and cfg.run_dir is None and cfg.task == "train" and not cfg.dry_run:
             yield (
                 f"run_dir=null: layout.nnodes={layout.nnodes} with layout.max_restarts={layout.max_restarts} may "

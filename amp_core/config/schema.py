@@ -104,6 +104,20 @@ class LayoutConfig:
     timeout_minutes: float
     """A collective that waits longer than this fails."""
 
+    @property
+    def nodes(self) -> tuple[int, int] | None:
+        """(least, most) machines; None where `nnodes` cannot be read."""
+        parts = str(self.nnodes).split(":")
+        if len(parts) > 2 or not all(p.isascii() and p.isdigit() for p in parts):
+            return None
+        low, high = int(parts[0]), int(parts[-1])
+        return (low, high) if 1 <= low <= high else None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether machines may come and go while it runs."""
+        return self.nodes is not None and self.nodes[0] < self.nodes[1]
+
 
 ONE_PROCESS = ("single", "data_parallel")
 """Layouts of one process, whatever the machine has."""

@@ -55,11 +55,7 @@ class Records:
         self.keys, self._offsets = table[:, 0].copy(), table[:, 1].copy()
 
     def read(self, key: int) -> tuple[NDArray[np.float32], bytes]:
-        """(labels, at least one; image file) of a record.
-
-        Raises:
-            RunError: the record is missing or damaged.
-        """
+        """(labels, at least one; image file) of a record. RunError: the record is missing or damaged."""
         row = int(np.searchsorted(self.keys, key))
         if row == len(self.keys) or self.keys[row] != key:
             raise RunError(f"{self.path}: has no record {key}; copy {self.path.name} and train.idx again")

@@ -105,8 +105,7 @@ class Doctor:
         Args:
             step: computes the window: forward, `amp.backward(loss)` or `loss.backward()`, `amp.step(optimizer)` or
                 `optimizer.step()`, `zero_grad`. Called several times.
-            batch: its tensors in any nesting of mappings, sequences and objects, to check for
-                non-finite ones.
+            batch: its tensors, nested in mappings, sequences and objects, are searched for non-finite numbers.
 
         Returns:
             None if the window is finite and no positions collide.

@@ -26,7 +26,8 @@ from amp_core.layouts.stages import Stages
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.gradients import check_gradients, weights_of, with_grads
-from amp_core.step.report import Rehearsal, require_no_closure
+from amp_core.step.report import Rehearsal
+from amp_core.step.steppable import require_no_closure
 from amp_core.tensors import is_sharded, local
 
 Held = dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]

@@ -31,18 +31,12 @@ def linear_cross_entropy(
     inputs. The weight gradient is summed over chunks in fp32. No host-device sync.
 
     Args:
-        hidden: floating point [..., D].
-        weight: [V, D].
+        hidden: floating point [..., D]; `weight` is [V, D], `bias` [V].
         targets: int64 [...], from 0 to V - 1 or `ignore_index`. Ignored tokens have loss 0, also if all are ignored.
-        bias: [V].
         chunk: tokens whose logits are materialised at a time, at least 1.
-        ignore_index: the target of ignored tokens.
 
     Returns:
-        A 0-d tensor, float32 or float64.
-
-    Raises:
-        RuntimeError: from a backward pass with `create_graph=True`.
+        A 0-d tensor, float32 or float64. Its backward pass raises RuntimeError with `create_graph=True`.
     """
     device_type = hidden.device.type
     casts = torch.is_autocast_enabled(device_type)

@@ -125,11 +125,8 @@ class PartialFC:
     def sample(self, *labels: Tensor) -> None:
         """Sample the classes of a window, and copy their rows into `active`.
 
-        All classes with a sample in the window, on any rank, and random others up to a fixed number. Uses the default
-        generator of the device.
-
-        Args:
-            *labels: labels of each micro-batch of this rank, int64 [B]; equally many on every rank.
+        All classes with a sample in the window, on any rank, and random others up to a fixed number, by the default
+        generator of the device. `labels` are those of each micro-batch, int64 [B], equally many on every rank.
         """
         num_rows = self.stop - self.start
         everyone = _gather(torch.cat(labels))
@@ -220,8 +217,7 @@ class PartialFC:
     def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
         """First row of the tensor at `path` of a state that this rank holds, and the row behind the last.
 
-        Raises:
-            ValueError: no such tensor, or another number of classes or embedding size.
+        ValueError: no such tensor, or another number of classes or embedding size.
         """
         if path != ("weight",):
             raise ValueError(f"has no {'.'.join(map(str, path))}")
@@ -230,8 +226,7 @@ class PartialFC:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's slice of a state that was saved on any number of ranks, or in shards the `Slice` itself.
 
-        Raises:
-            ValueError: it has other classes or another embedding.
+        ValueError: it has other classes or another embedding.
         """
         self.take_rows(self.centres, state["weight"])
 

@@ -27,7 +27,7 @@ def verify(embeddings: Tensor, labels: Tensor, *, scale: float) -> dict[str, flo
     Args:
         embeddings: float32 [N, D], need not be normalised.
         labels: int64 [N]. Some identities must have two images or more.
-        scale: scale of the cosines in the loss.
+        scale: of the cosines in the loss.
 
     Returns:
         accuracy: ten-fold accuracy of "same or different?" over equally many pairs of each. tar_at_far_1e-2, ...: share
@@ -54,10 +54,7 @@ def verify(embeddings: Tensor, labels: Tensor, *, scale: float) -> dict[str, flo
 def choose_pairs(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pairs of images of the same and of different identities: int64 [P, 2] and [Q, 2], in random order, unique.
 
-    All same pairs, up to 20,000; and up to 200,000 different ones.
-
-    Raises:
-        ValueError: no identity has two images, or there is only one identity.
+    All same pairs, up to 20,000; and up to 200,000 different ones. ValueError: one kind is empty.
     """
     rng = np.random.default_rng(0)
     order = np.argsort(labels, kind="stable")

@@ -64,14 +64,11 @@ def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Tar
     No host-device sync. Source: https://docs.pytorch.org/docs/stable/amp.html (autocast-disabled subregions).
 
     Args:
-        target: a module (changed in place), a function, or an `nn.Module` class (changed in place; a subclass with its
-            own `forward` is not an island).
+        target: a module or an `nn.Module` class, changed in place (a subclass with its own `forward` is not an island),
+            or a function, whose fp32 form is returned.
         patterns: which modules: globs of names as in `named_modules()`, where `*` also matches dots; `nn.Module`
             classes; class names. Classes include subclasses. The default "" is the module itself, [] is none.
             `island_names` lists the result.
-
-    Returns:
-        `target`; for a function, its fp32 form.
 
     Raises:
         ValueError: a pattern matches nothing, or only what is never called (`ModuleList`, the inside of

@@ -40,8 +40,8 @@ from amp_core.config.schema import SHARDED, LayoutConfig
 from amp_core.memory.sync_debug import noted_waits
 from amp_core.step.amp import Amp
 from amp_core.step.fused import counts_of
-from amp_core.step.report import can_skip_on_device
 from amp_core.step.schedule import Schedule
+from amp_core.step.steppable import can_skip_on_device
 from amp_core.step.window import MicroBatch
 from amp_core.torch_private import find
 

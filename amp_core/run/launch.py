@@ -31,7 +31,6 @@ from amp_core.config import processes
 from amp_core.config.errors import ConfigError, Interrupted, RunError
 from amp_core.config.files import read_json
 from amp_core.config.redact import redact
-from amp_core.config.rules import node_range
 from amp_core.config.schema import Config
 from amp_core.data.loading import DIED
 from amp_core.run.environment import Environment, Job, outcome_of
@@ -116,7 +115,7 @@ def _with_agent(job: Job, worker: list[str]) -> Outcome:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     layout = job.cfg.layout
-    nodes = node_range(layout.nnodes)
+    nodes = layout.nodes
     assert nodes is not None
     nproc = num_processes(job.cfg)
     several = nodes[1] > 1

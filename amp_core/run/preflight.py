@@ -12,7 +12,6 @@ from amp_core.config.checks import DECODED, check_data, lacks_data, tag_of_timm
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
 from amp_core.config.parse import parse
-from amp_core.config.rules import node_range
 from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.lowp.float8 import float8_is_emulated
 from amp_core.lowp.islands import keep_fp32
@@ -134,7 +133,7 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
             warnings.append(f"device={cfg.device}: is not tested; please compare a short run with device=cpu")
     on_cuda = _on_cuda(cfg) and num_gpus > 0
     here = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else max(1, num_processes(cfg))
-    nodes = node_range(cfg.layout.nnodes) or (1, 1)
+    nodes = cfg.layout.nodes or (1, 1)
     num_ranks = int(os.environ["WORLD_SIZE"]) if launched() else here * nodes[0]
     is_known = launched() or nodes[0] == nodes[1]  # of an elastic run the number of machines is, when it has started
     num_stages = cfg.layout.num_stages or 1
@@ -155,7 +154,7 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         elif cfg.layout.nproc_per_node not in (None, here):
             asked = f"layout.nproc_per_node={cfg.layout.nproc_per_node}"
             problems.append(f"{asked}: torchrun started {here} per machine; leave it out")
-        if node_range(cfg.layout.nnodes) != (1, 1):
+        if cfg.layout.nodes != (1, 1):
             problems.append(f"layout.nnodes={cfg.layout.nnodes}: torchrun decides about machines; leave it out")
     inject = cfg.debug.inject
     if inject is not None and is_known and inject.rank >= num_ranks and cfg.layout.name not in ONE_PROCESS:
@@ -237,5 +236,5 @@ def num_processes(cfg: Config) -> int:
 
 def needs_agent(cfg: Config) -> bool:
     """Whether there are workers to start and to watch, other than this process."""
-    alone = num_processes(cfg) == 1 and node_range(cfg.layout.nnodes) == (1, 1) and not cfg.layout.max_restarts
+    alone = num_processes(cfg) == 1 and cfg.layout.nodes == (1, 1) and not cfg.layout.max_restarts
     return cfg.layout.name not in ONE_PROCESS and not (cfg.layout.name == "model_parallel" and alone)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.rules import is_elastic, node_range
 from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.data.loading import bounded_waits
 from amp_core.layouts.placement import Placement
@@ -95,11 +94,11 @@ def environment(job: Job) -> Iterator[Environment]:
             if cfg.layout.name == "ddp" or world_size > 1:
                 _join(cfg, device, rank, world_size)
                 env.host_group = env.new_host_group()
-            if is_elastic(cfg) and launched():
+            if cfg.layout.is_elastic and launched():
                 here = torch.tensor(int(os.environ["LOCAL_WORLD_SIZE"]))
                 if world_size > 1:
                     dist.broadcast(here, 0, group=env.host_group)  # the plan is one, should machines differ
-                nodes = node_range(cfg.layout.nnodes)
+                nodes = cfg.layout.nodes
                 assert nodes is not None
                 env.planned_ranks = nodes[1] * int(here)
             env.stop = stop = Stop(env.host_group, cfg.max_minutes)

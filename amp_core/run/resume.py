@@ -13,7 +13,7 @@ from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.lengths import MOST_STEPS
 from amp_core.config.options import choices, read_option
 from amp_core.config.parse import show_value
-from amp_core.config.rules import MAY_CHANGE, differences, is_elastic
+from amp_core.config.rules import MAY_CHANGE, differences
 from amp_core.config.schema import SHARDED, Config
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
 from amp_core.run.machine import moved
@@ -232,7 +232,7 @@ def _keep_samples_per_step(loop: Loop, loaded: Loaded, notes: list[str]) -> None
         return
     per_micro_batch = cfg.batch_size * loop.env.world_size
     same = all(old.get(key) == getattr(cfg, key) for key in ("batch_size", "accumulation"))
-    if same and (before % per_micro_batch == 0 or is_elastic(cfg)):
+    if same and (before % per_micro_batch == 0 or cfg.layout.is_elastic):
         loop.planned_samples = before
         return
     problem = (

@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.lowp.weights import master_params
-from amp_core.step.gradients import same
+from amp_core.step.gradients import same, weights_of
 from amp_core.torch_private import buffers_of, foreach_copy_, passing_buffers_of
+
+if TYPE_CHECKING:
+    from amp_core.step.state import OptimizerState
 
 logger = logging.getLogger("amp_recipes")
 
@@ -109,8 +112,15 @@ class BufferGuard:
         self._look()
 
     @torch.no_grad()
-    def settle(self, taken: Tensor | None) -> None:
-        """End the window: keep what forward passes wrote if `taken` (0-d bool) or None, else restore the snapshot."""
+    def settle(self, taken: Tensor | None, after: OptimizerState | None = None) -> None:
+        """Keep what forward passes wrote if `taken` (0-d bool) or None, else restore the snapshot.
+
+        `after` the step of an optimizer, if it owns weights of the network; None: at the end of the window.
+        """
+        if after is not None and self.parameters.isdisjoint(weights_of(after.optimizer)):
+            return
+        if after is not None and not self.was_called and after.grads:
+            self._note_bypass()
         was_armed, self._armed = self._armed, False
         if not was_armed or taken is None:
             if was_armed or self._is_lent:
@@ -128,7 +138,7 @@ class BufferGuard:
                 moves = taken.to(now.device, non_blocking=True)
                 self._own[module, name] = buffers_of(module)[name] = torch.where(moves, now, buffer.detach())
 
-    def note_bypass(self) -> None:
+    def _note_bypass(self) -> None:
         """Log once that statistics are not guarded, since the module that was given is not the one that is called."""
         if not self._is_noted and any(module.training for module in self._modules):
             self._is_noted = True

@@ -34,9 +34,7 @@ class Clip:
     def norm(cls, max_norm: float, *, folded: bool = True) -> Clip:
         """Scale all gradients by max_norm / norm when their global L2 norm is larger.
 
-        Args:
-            max_norm: the largest norm.
-            folded: False rounds as `torch.nn.utils.clip_grad_norm_` does, for one more pass over the gradients.
+        `folded=False` rounds as `torch.nn.utils.clip_grad_norm_` does, for one more pass over the gradients.
         """
         return cls("norm", max_norm, folded)
 
@@ -62,12 +60,9 @@ class Clip:
         return torch.maximum((norm + numbers[1e-6]).div_(numbers[self.threshold]), numbers[1.0])
 
     def __call__(self, params: list[Tensor], grads: list[Tensor], norm: Tensor | None = None) -> None:
-        """Change the unscaled gradients in place. No host-device sync.
+        """Change the unscaled gradients of `params` in place, of sparse ones the values. No host-device sync.
 
-        Args:
-            params: the weights.
-            grads: their gradients, in the same order; of sparse ones the values.
-            norm: norm: their global norm, 0-d.
+        `norm`: their global norm, 0-d, which `Clip.norm` needs.
         """
         if self.kind == "norm":
             if norm is None:

@@ -12,15 +12,17 @@ import sys
 from collections.abc import Callable
 from itertools import islice
 from operator import is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from amp_core.step.gradients import same
-from amp_core.step.report import OptimizerState
-from amp_core.tensors import step_on_local_shards
+from amp_core.tensors import is_state_sharded, step_on_local_shards
 from amp_core.torch_private import find, is_missing, reader
+
+if TYPE_CHECKING:
+    from amp_core.step.state import OptimizerState
 
 _fused_sgd_, _fused_adam_ = find("torch._fused_sgd_"), find("torch._fused_adam_")
 _fused_adamw_ = find("torch._fused_adamw_")
@@ -123,10 +125,10 @@ def _adam(group: _Entry, params: list[Tensor], grads: list[Tensor], members: lis
     kernel(params, grads, means, squares, largest, steps, beta1=beta1, beta2=beta2, **settings, **on_device)
 
 
-def take_step(state: OptimizerState, taken: Tensor, found_inf: Tensor, *, on_shards: bool) -> None:
+def take_step(state: OptimizerState, taken: Tensor, found_inf: Tensor, *, several_ranks: bool) -> None:
     """Step a fused optimizer if `taken` (0-d bool), which `found_inf` (0-d float32) tells its kernels. No sync."""
     optimizer, divisor = state.optimizer, state.divisor
-    if on_shards:
+    if state.in_parts or (several_ranks and is_state_sharded(optimizer)):
         with step_on_local_shards(optimizer):
             torch_step(optimizer, found_inf, divisor)
         return

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.tensors import global_grad_norm, is_dtensor, is_state_sharded
+from amp_core.tensors import global_grad_norm, is_dtensor, is_state_sharded, local
 from amp_core.torch_private import find, foreach_norm, version_of
 
 _run_backward = find("torch.autograd.graph._engine_run_backward")
@@ -119,3 +119,24 @@ def grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
 def not_finite(norm: Tensor, zero: Tensor) -> Tensor:
     """0-d float32: 1 where `norm` is inf or NaN, else 0, as fused optimizers take it."""
     return (norm - norm).ne_(zero)  # 0 but for inf and NaN; fewer operators than isfinite and a cast
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """In float32 or complex64, unless it is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def as_scalar(loss: Tensor) -> Tensor:
+    """A loss of one element as a 0-d tensor. ValueError: it has more."""
+    if loss.numel() != 1:
+        raise ValueError(
+            f"amp.backward: the loss has the shape {list(loss.shape)}, expected a scalar; reduce it, as by "
+            f"loss.mean(), or pass a gradient of its shape"
+        )
+    return loss.reshape(())
+
+
+def zero_or_nan(loss: Tensor, like: Tensor) -> Tensor:
+    """0 of a finite loss, else NaN, with the dtype and device of `like`."""
+    mine = local([loss])[0]
+    return (mine - mine).to(like, non_blocking=True)

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+from amp_core.step.gradients import with_grads
+
+if TYPE_CHECKING:
+    from amp_core.step.state import OptimizerState
 
 
 class Observer:
@@ -63,3 +70,15 @@ def observing(observers: list[Observer], observer: Observer) -> Iterator[None]:
         yield
     finally:
         observers.remove(observer)
+
+
+def show_gradients(
+    observers: Sequence[Observer], states: Sequence[OptimizerState], unscaled: Collection[torch.optim.Optimizer]
+) -> None:
+    """Begin a step for all observers, and show them the gradients of its optimizers as they are before it."""
+    shown = [(state, *with_grads(state.optimizer)) for state in states]
+    for observer in observers:
+        observer.on_step_begin()
+    for observer in observers:
+        for state, params, grads in shown:
+            observer.on_gradients(params, grads, state.optimizer not in unscaled and not state.unscaled)

@@ -63,11 +63,7 @@ class Numbers(dict[float, Tensor]):
 
 
 class LossScale:
-    """The loss scale of one run, or 1 in a mode that does not scale (`policy` is None).
-
-    Attributes:
-        scale: 0-d float32 tensor on the device.
-    """
+    """The loss scale of one run, 0-d float32 on the device, or 1 in a mode that does not scale (`policy` is None)."""
 
     def __init__(self, policy: ScalePolicy | None, device: torch.device) -> None:
         self.policy = policy

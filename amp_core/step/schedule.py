@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from amp_core.config.errors import suggest
 from amp_core.config.schema import ScheduleConfig
-from amp_core.step.report import StepReport, arguments_without_default, can_skip_on_device, require_optimizer
+from amp_core.step.report import StepReport
+from amp_core.step.steppable import arguments_without_default, can_skip_on_device, require_optimizer
 from amp_core.tensors import owner_of_groups
 
 Make = Callable[[torch.optim.Optimizer, int], LRScheduler]
@@ -46,25 +47,21 @@ class Schedule:
     def __init__(self, optimizer: torch.optim.Optimizer, make: Make, num_steps: int, *, fixed: bool = False) -> None:
         require_optimizer(optimizer)
         self.optimizer = optimizer
-        self._groups_of = owner_of_groups(optimizer)
+        self._holder = owner_of_groups(optimizer)
         self._make = make
         self._fixed = fixed
-        self._peaks = [_peak(group) for group in self._groups]
+        self._peaks = [_peak(group) for group in self._holder.param_groups]
         self._on_device = can_skip_on_device(optimizer)
-        device = self._groups[0]["params"][0].device if self._on_device else torch.device("cpu")
+        device = self._holder.param_groups[0]["params"][0].device if self._on_device else torch.device("cpu")
         self.num_taken = torch.zeros(1, dtype=torch.int64, device=device)
         """Taken steps, an int64 tensor of shape [1]."""
         self._rates: dict[int, Tensor] = {}
         self._set_table(rate_table(make, self._peaks, num_steps))
         # load_state_dict of an optimizer replaces the tensors that hold its rates.
-        self._groups_of.register_load_state_dict_post_hook(lambda _: self._link())
-        self._add_group = self._groups_of.add_param_group
-        self._groups_of.add_param_group = self._add_param_group  # type: ignore[method-assign]
-        _scheduled.add(self._groups_of)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._groups_of.param_groups
+        self._holder.register_load_state_dict_post_hook(lambda _: self._link())
+        self._add_group = self._holder.add_param_group
+        self._holder.add_param_group = self._add_param_group  # type: ignore[method-assign]
+        _scheduled.add(self._holder)
 
     def _add_param_group(self, group: dict[str, Any]) -> None:
         self._add_group(group)
@@ -73,11 +70,11 @@ class Schedule:
     def _take_in_groups(self) -> None:
         """Schedule the groups that were added. ValueError: the scheduler is not made for as many; they are gone."""
         num = len(self._peaks)
-        peaks = [*self._peaks, *map(_peak, self._groups[num:])]
+        peaks = [*self._peaks, *map(_peak, self._holder.param_groups[num:])]
         try:
             columns = rate_table(self._make, peaks, self.num_steps)
         except ValueError as problem:
-            del self._groups[num:]
+            del self._holder.param_groups[num:]
             raise ValueError(
                 f"the schedule was made for {num} groups, and another was added to the optimizer: {problem}; build the "
                 f"Schedule when all groups are there"
@@ -103,7 +100,7 @@ class Schedule:
     def _link(self) -> None:
         """Use this schedule's tensors as the rates of the optimizer's groups."""
         if self._on_device:
-            for group, i in zip(self._groups, self._owner, strict=True):
+            for group, i in zip(self._holder.param_groups, self._owner, strict=True):
                 group["lr"] = self._rates[i][0]
         self._apply(int(self.num_taken.item()))
 
@@ -111,7 +108,7 @@ class Schedule:
         """Advance if the step was taken. No host-device sync, but for the report of an optimizer other than its own."""
         if not report.is_rehearsal:
             self.moved = report.taken
-        if len(self._groups) != len(self._owner):  # one that `add_param_group` did not add
+        if len(self._holder.param_groups) != len(self._owner):  # one that `add_param_group` did not add
             self._take_in_groups()
         if not self._on_device:
             if report.taken if report.taken_on_host is None else report.taken_on_host:
@@ -129,13 +126,13 @@ class Schedule:
             for i, table in self._tables.items():
                 self._rates[i].copy_(table[index])
         else:
-            for group, i in zip(self._groups, self._owner, strict=True):
+            for group, i in zip(self._holder.param_groups, self._owner, strict=True):
                 group["lr"] = self._columns[i][index]
 
     @property
     def rate(self) -> Tensor | float:
         """The first group's learning rate: a 0-d device tensor, or a float if the host decides about steps."""
-        return self._groups[0]["lr"]
+        return self._holder.param_groups[0]["lr"]
 
     def last_rate(self) -> Tensor:
         """The first group's learning rate in the last step, taken or skipped: 0-d. No host-device sync."""

@@ -8,10 +8,22 @@ from typing import Any
 
 import torch
 
+from amp_core.config.errors import ConfigError
 from amp_core.config.schema import AmpConfig
+from amp_core.tensors import UNTESTED_DEVICES, is_there
 
 _before: dict[Callable[[Any], None], Any] = {}
 """Functions that set TF32, and what was set before the first change."""
+
+
+def require_device(device: torch.device) -> None:
+    """ConfigError for a device that is not supported, or not there."""
+    if device.type not in ("cpu", "cuda", *UNTESTED_DEVICES):
+        raise ConfigError(f"device={device}: expected cpu, cuda, {' or '.join(UNTESTED_DEVICES)}")
+    if device.type in UNTESTED_DEVICES and not is_there(device.type):
+        raise ConfigError(f"device={device}: torch finds no such accelerator on this machine")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device}: this machine has no CUDA GPU, or torch was built without CUDA")
 
 
 def set_for(config: AmpConfig, device: torch.device, low: torch.dtype) -> None:

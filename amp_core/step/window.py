@@ -42,8 +42,7 @@ def num_samples(batch: Any) -> int:
     A batch is a tensor, or a mapping or sequence of fields, in which mappings may nest. Nested sequences are
     ignored: a detection batch's pictures [C, H, W] in a tuple look like collated fields of C samples.
 
-    Raises:
-        TypeError: there is no tensor among the fields.
+    TypeError: there is no tensor among the fields.
     """
     first = batch
     if isinstance(batch, list | tuple | dict) and batch:
@@ -97,9 +96,6 @@ def windows(
         world_size: for a plain DistributedDataParallel network, which averages gradients over its ranks: its number of
             ranks. Weights are multiplied by it, which undoes that division. Omit it for networks wrapped by this
             project, which sum.
-
-    Yields:
-        A list of `MicroBatch`.
 
     Raises:
         ValueError: `accumulation` below 1; a number below 0 as a count; or, on every rank, that one has no batch at all
