@@ -46,13 +46,7 @@ TESTS = """
     unit/losses unit/meters unit/misuse unit/moments unit/muon unit/op_policy unit/precision unit/ranks unit/recast
     unit/recompute unit/right_and_wrong unit/scaler unit/schedule_ema unit/sparse_gradients unit/step_cost unit/waits
     unit/weights unit/windows unit/zero"""
-FLIPPED = {
-    ast.Eq: ast.NotEq,
-    ast.Is: ast.IsNot,
-    ast.In: ast.NotIn,
-    ast.Lt: ast.GtE,
-    ast.Gt: ast.LtE,
-}
+FLIPPED = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.Lt: ast.GtE, ast.Gt: ast.LtE}
 FLIPPED |= {new: old for old, new in FLIPPED.items()}
 BOUNDARY = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}

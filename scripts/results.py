@@ -45,10 +45,7 @@ AGREEMENT = re.compile(r"(?<=<!-- agreement -->).*?(?=<!-- / -->)", re.DOTALL)
 MODES = ("fp32", "bf16", "fp16")
 STEP, MOST = 10, 40
 """Seeds to begin with and to add at least, and the most."""
-MARGINS = {
-    "parity_gan": "0.003",
-    "parity_speech": "0.005",
-}
+MARGINS = {"parity_gan": "0.003", "parity_speech": "0.005"}
 """Where 0.5 % of a mean that falls towards 0 is none: 0.5 % of the distance of Gaussian noise, 0.60; of all symbols."""
 
 

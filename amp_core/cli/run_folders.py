@@ -162,18 +162,8 @@ def _is_left(path: Path) -> bool:
 def is_finished(run_dir: str, cfg: Config) -> bool:
     """Whether the folder holds the finished run of just these settings."""
     stored = stored_config(run_dir)
-    free = {
-        "log",
-        "layout",
-        "device",
-        "save_every",
-        "eval_every",
-        "log_every",
-        "perf",
-        "run_dir",
-        "resume",
-        "eval.at_start",
-    }
+    free = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "resume"}
+    free |= {"eval.at_start"}
     return stored is not None and status_of(run_dir) == "finished" and not differences(stored, cfg.to_dict(), but=free)
 
 

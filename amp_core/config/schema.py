@@ -107,15 +107,13 @@ class LayoutConfig:
     @property
     def nodes(self) -> tuple[int, int] | None:
         """(least, most) machines; None where `nnodes` cannot be read."""
-        parts = str(self.nnodes).split(":")
-        if len(parts) > 2 or not all(p.isascii() and p.isdigit() for p in parts):
-            return None
-        low, high = int(parts[0]), int(parts[-1])
-        return (low, high) if 1 <= low <= high else None
+        found = [int(part) for part in str(self.nnodes).split(":") if part.isascii() and part.isdigit()]
+        is_range = len(found) == 1 + str(self.nnodes).count(":") <= 2 and 1 <= found[0] <= found[-1]
+        return (found[0], found[-1]) if is_range else None
 
     @property
     def is_elastic(self) -> bool:
-        """Whether machines may come and go while it runs."""
+        """Whether machines may join and leave during the run."""
         return self.nodes is not None and self.nodes[0] < self.nodes[1]
 
 

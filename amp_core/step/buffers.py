@@ -28,17 +28,14 @@ logger = logging.getLogger("amp_recipes")
 class BufferGuard:
     """Snapshots a network's buffers at the first forward of a window and restores them after a skipped step.
 
-    A window of the network begins with its first training forward that records a graph. What forwards under
-    `torch.no_grad()` write before that one, such as those of `torch.optim.swa_utils.update_bn`, is kept where it is
-    finite, as is what `load_state_dict` loads. In a window without a forward that records a graph, such as a
-    generator's in its critic's window, the first forward counts.
+    A window of the network begins with its first training forward that records a graph, or with the first of all where
+    none does, as a generator's in its critic's window. What forwards under `torch.no_grad()` write before that, such as
+    those of `torch.optim.swa_utils.update_bn`, is kept where it is finite, as is what `load_state_dict` loads.
 
-    All buffers that belong to the network's state are remembered: BatchNorm writes its statistics without a trace in
-    their version counters, so which ones change cannot be told. Buffers that are not part of the state
-    (`persistent=False`), such as masks and caches, are left alone: what a skipped step writes there stays, as are the
-    buffers that a caller gives to `torch.func.functional_call`; one that a program itself puts in the place of another
-    is guarded from the next window on. Nothing here waits for the device. Modules that have none when the guard is made
-    are never looked at again.
+    All buffers of the network's state are copied: BatchNorm writes its statistics without a trace in their version
+    counters, so which ones change is not known. Left alone are buffers with `persistent=False`, such as masks and
+    caches, those that a caller gives to `torch.func.functional_call`, and modules that have none when the guard is
+    made. A buffer that a program replaces is guarded from the next window on. No host-device sync.
 
     Copies and pickles of the network are not guarded; those of `Amp` guard the copy of the network.
     """

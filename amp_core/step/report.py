@@ -16,8 +16,7 @@ from amp_core.tensors import local
 class StepReport:
     """The outcome of a step. The tensors are on the device; reading one syncs.
 
-    Whoever counts taken steps sums `taken` for itself, since each count begins at another time: those of schedules,
-    averages, 16-bit weights, meters, and of the windows of `Amp`, which several optimizers may share.
+    Schedules, averages, 16-bit weights and meters each sum `taken`, since their counts begin at different times.
 
     Attributes:
         taken: 0-d bool, false when the step was skipped.

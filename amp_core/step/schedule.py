@@ -266,8 +266,7 @@ OWN: dict[str, Callable[..., LRScheduler]] = {
 }
 REFUSED = {
     "ReduceLROnPlateau": "needs a metric",
-    "LambdaLR": "needs a function, which a config cannot hold",
-    "MultiplicativeLR": "needs a function, which a config cannot hold",
+    **dict.fromkeys(("LambdaLR", "MultiplicativeLR"), "needs a function, which a config cannot hold"),
     "SequentialLR": "is schedule=sequential here",
     "ChainedScheduler": "needs other schedulers, which a config cannot hold",
     "SWALR": "belongs to SWA; averaged weights are ema.decay here",

@@ -37,12 +37,7 @@ COLUMNS: dict[str, Callable[[Run], Any]] = {
 }
 """`speed` in samples per second, `memory` in bytes, `age` in days since the last change."""
 SHOWN = ("status", "recipe", "amp", "seed", "step", "metric", "result", "speed", "age", "folder")
-_OPERATORS: dict[str, Any] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+_OPERATORS: dict[str, Any] = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
 def value_of(run: Run, name: str) -> Any:
