@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from amp_core.config.errors import suggest
 from amp_core.step.gradients import weights_of
-from amp_core.step.report import arguments_without_default
+from amp_core.step.steppable import arguments_without_default
 from amp_core.vision import import_torchvision
 
 KNOWN = (
