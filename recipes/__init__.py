@@ -11,7 +11,6 @@ an installed project names in its entry points, group `amp_recipes`.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from amp_core.cli.command import program
 from amp_core.config.errors import ConfigError
-from amp_core.config.options import config_dirs
+from amp_core.config.options import load_own, own_files
 
 RECIPES = {
     "classification": "recipes.classification",
@@ -56,21 +55,8 @@ def find(name: str) -> Any:
     """
     if name in RECIPES:
         return importlib.import_module(RECIPES[name])
-    file = _own()[name]
-    known = sys.modules.get(f"own_recipe_{name}")
-    if known is not None and known.__file__ == str(file):
-        return known
-    spec = importlib.util.spec_from_file_location(f"own_recipe_{name}", file)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        if missing := [part for part in ("Knobs", "DATA", "MODELS", "run") if not hasattr(module, part)]:
-            raise AttributeError(f"it has no {', no '.join(missing)}")
-    except Exception as problem:  # whatever the code of somebody else raises
-        del sys.modules[spec.name]
-        raise ConfigError(f"{file}: is no recipe: {type(problem).__name__}: {problem}") from problem
-    return module
+    _own()
+    return load_own("recipe", name, ("Knobs", "DATA", "MODELS", "run"))
 
 
 def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
@@ -95,7 +81,7 @@ def _own() -> dict[str, Path]:
     Raises:
         ConfigError: one has the name of one of ours.
     """
-    found = {file.stem: file for folder in config_dirs()[1:] for file in (folder / "recipe").glob("[!_]*.py")}
+    found = own_files("recipe")
     if twice := sorted(RECIPES.keys() & found.keys()):
         raise ConfigError(f"{found[twice[0]]}: has the name of our recipe {twice[0]}; rename yours")
     return found

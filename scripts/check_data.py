@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from amp_core.cli.command import answering
-from amp_core.config.checks import KINDS
+from amp_core.config.kinds import KINDS
 from amp_core.config.options import read_option
 from amp_core.config.schema import DataConfig
 from amp_core.run.check import check_samples

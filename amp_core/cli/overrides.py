@@ -253,7 +253,11 @@ def _check_option(group: str, option: Any) -> None:
     if group in FREE and (name := _name_in_torch(group, word)):
         raise ConfigError(f"{found} Did you mean {group}.name={name}?")
     more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""
-    more = " Data of other kinds come with a recipe of your own (docs/YOUR_OWN_MODEL.md)." if group == "data" else more
+    more = (
+        " Data of your own: data/<name>.py and data/<name>.yaml under --config-dir (docs/YOUR_OWN_MODEL.md)."
+        if group == "data"
+        else more
+    )
     more = (
         f" {option} is no class of torch.optim, which optimizer.name= takes, as it takes <module.Class> of a package."
         if group == "optimizer"

@@ -11,27 +11,30 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from amp_core.config.errors import suggest
+from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import read_bytes, visible
+from amp_core.config.kinds import KINDS, OWN_PARTS, check_stored, kind_of
 from amp_core.config.schema import Config, DataConfig
 
-KINDS = {
-    "mnist_subset": "images", "synthetic": "images", "image_folder": "images", "imagenet": "images",
-    "cifar10": "images", "torch_sources": "text", "torch_headers": "text", "text": "text", "tokens": "text",
-    "chat": "text",
-    "brain": "masks", "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities",
-    "identity_folder": "identities", "records": "identities", "synthetic_identities": "identities", "own": "own",
-}  # fmt: skip
-"""What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
-`own` is what a recipe brings itself."""
-
 _OF_TEXT = ("tokenizer", "text_field", "packing", "mix", "train_on")
-_MAY_BE_NULL = ("path", "eval_path", "image_size", "num_samples", "num_classes", "length", "exclude", *_OF_TEXT)
+_MAY_BE_NULL = (
+    "columns",
+    "options",
+    "path",
+    "eval_path",
+    "image_size",
+    "num_samples",
+    "num_classes",
+    "length",
+    "exclude",
+    *_OF_TEXT,
+)
 PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
 """Data sets whose training images can be prepared on the device."""
 DECODED = ("image_folder", "imagenet")
 """Those of files, which a GPU decodes."""
 PACKAGES = {"torchvision": (*DECODED, "cifar10"), "PIL": ("mask_folder", "identity_folder", "records")}
+PACKAGES |= {"datasets": ("hf",), "pyarrow": ("parquet",)}
 """Packages that read images, and the data sets that need them."""
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder, which cannot be asked without importing torch."""
@@ -43,15 +46,24 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
 
     `kind` is what the recipe takes, a value of `KINDS`; None: anything.
     """
-    valid = [name for name in KINDS if kind in (None, KINDS[name])]
-    if cfg.name not in KINDS:
+    from amp_core.config.options import load_own, own_files  # a recipe imports this module, and needs none of it
+
+    try:
+        kinds = KINDS | {name: kind_of(name) for name in own_files("data") if name == cfg.name}
+    except ConfigError as problem:
+        return problem.problems
+    valid = [name for name in kinds if kind in (None, kinds[name])]
+    if cfg.name not in kinds:
         return [f"data.name={cfg.name}: there is no such data set. {suggest(cfg.name, valid)}"]
     if cfg.name not in valid:
-        return [f"data={cfg.name}: holds {KINDS[cfg.name]}, the recipe takes {kind}. {suggest(cfg.name, valid)}"]
+        return [f"data={cfg.name}: holds {kinds[cfg.name]}, the recipe takes {kind}. {suggest(cfg.name, valid)}"]
+    if cfg.name not in KINDS:
+        return list(getattr(load_own("data", cfg.name, OWN_PARTS), "check", lambda cfg: ())(cfg))
     problems = [*_check_use(cfg), *_check_exclude(cfg)]
     for package, names in PACKAGES.items():
         if cfg.name in names and package_folder(package) is None:
-            problems.append(f"data={cfg.name} needs the package {package}: pip install 'amp-recipes[vision]'")
+            extra = {"datasets": "shards", "pyarrow": "text"}.get(package, "vision")
+            problems.append(f"data={cfg.name} needs the package {package}: pip install 'amp-recipes[{extra}]'")
     if not any(problem.startswith("data.path") for problem in problems):
         problems += _DATA_SETS[cfg.name].check(cfg)
     return problems
@@ -445,6 +457,7 @@ class _DataSet:
     check: Callable[[DataConfig], Iterable[str]] = lambda cfg: ()
 
 
+_OF_SHARDS = ("eval_path", "exclude", "columns")
 _SYNTHETIC = ("image_size", "num_samples", "num_classes")
 _DATA_SETS = {
     "mnist_subset": _DataSet(takes=("image_size",), check=_check_mnist_subset),
@@ -473,4 +486,7 @@ _DATA_SETS = {
     "records": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),
     "synthetic_identities": _DataSet(needs=_SYNTHETIC),
     "own": _DataSet(),
+    "shards": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=check_stored),
+    "parquet": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=check_stored),
+    "hf": _DataSet(needs=("path", "image_size"), takes=("exclude", "columns"), check=check_stored),
 }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,3 +62,28 @@ def read_option(group: str, option: str) -> dict[str, Any]:
         if base != "_self_" and base in choices(group):
             values = read_option(group, base) | values
     return values
+
+
+def own_files(group: str) -> dict[str, Path]:
+    """The Python files beside the options of a group in folders that are not ours, by name."""
+    return {file.stem: file for folder in config_dirs()[1:] for file in (folder / group).glob("[!_]*.py")}
+
+
+def load_own(group: str, name: str, needs: Sequence[str]) -> Any:
+    """The module of such a file. ConfigError: it cannot be imported, or lacks what it needs."""
+    file = own_files(group)[name]
+    known = sys.modules.get(f"own_{group}_{name}")
+    if known is not None and known.__file__ == str(file):
+        return known
+    spec = importlib.util.spec_from_file_location(f"own_{group}_{name}", file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if missing := [part for part in needs if not hasattr(module, part)]:
+            raise AttributeError(f"it has no {', no '.join(missing)}")
+    except Exception as problem:  # whatever the code of somebody else raises
+        del sys.modules[spec.name]
+        what = "recipe" if group == "recipe" else "data set"
+        raise ConfigError(f"{file}: is no {what}: {type(problem).__name__}: {problem}") from problem
+    return module

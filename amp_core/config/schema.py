@@ -181,6 +181,11 @@ class DataConfig:
     check: bool
     """Instead of a run: read every sample once, by `data.num_workers` processes. Names those that cannot be read and
     writes them to bad_samples.txt for `data.exclude`. Exit codes: 0 all can be read, 2 some cannot."""
+    columns: dict[str, str] | None = None
+    """shards, hf, parquet: which parts or columns hold the `image` and the `label`; null: image and label, in tar files
+    any image and cls."""
+    options: dict[str, Any] | None = None
+    """Settings of a data set of your own."""
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib
 
-from amp_core.config.checks import DECODED, KINDS, check_data
+from amp_core.config.checks import DECODED, check_data
 from amp_core.config.errors import ConfigError
+from amp_core.config.kinds import KINDS, OWN_PARTS, kind_of
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Dataset, Key
 from amp_core.data.loading import Batches, EvalLoader, to_device
 
 __all__ = ["Batches", "Data", "Dataset", "EvalLoader", "Key", "build_data", "to_device"]
+
+
+_MODULES: dict[str, str] = dict.fromkeys(("shards", "parquet", "hf"), "stored")
+_FACTS = {"images": ("num_classes", "image_shape"), "text": ("vocab_size", "length")}
+"""Of a kind of data, those from which its networks are built."""
 
 
 def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:
@@ -28,11 +34,26 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
     is_given = cfg.num_classes is not None and cfg.name in (*DECODED, "mask_folder")
     if problems := [] if is_given else check_data(cfg):
         raise ConfigError(problems)
-    builders = importlib.import_module(f"amp_core.data.{KINDS[cfg.name]}").BUILDERS
-    data: Data = builders[cfg.name](cfg, seed, channels)
+    if cfg.name in KINDS:
+        module = _MODULES.get(cfg.name, KINDS[cfg.name])
+        data: Data = importlib.import_module(f"amp_core.data.{module}").BUILDERS[cfg.name](cfg, seed, channels)
+    else:
+        data = _own(cfg, seed, channels)
     shape = data.facts.get("image_shape")
     if shape is not None and channels not in (None, shape[0]):
         raise ConfigError(
             f"data={cfg.name}: has images with {shape[0]} channels, the model takes {channels}; use another model.name"
         )
+    return data
+
+
+def _own(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    from amp_core.config.options import load_own  # other runs need none of it
+
+    module = load_own("data", cfg.name, OWN_PARTS)
+    data = module.build(cfg, seed, channels)
+    if not isinstance(data, Data):
+        raise ConfigError(f"{module.__file__}: build returns {type(data).__name__}; expected amp_core.data.Data")
+    if lacks := [fact for fact in _FACTS.get(kind_of(cfg.name), ()) if fact not in data.facts]:
+        raise ConfigError(f"{module.__file__}: its facts have no {lacks[0]}, which networks are built from")
     return data

@@ -93,6 +93,10 @@ class Paths:
     def __getitem__(self, index: int) -> str:
         return os.fsdecode(bytes(self._names[index]))
 
+    def opened(self, index: int) -> tuple[Any, str]:
+        """(what `decode.read_image` takes, the name)."""
+        return self[index], self[index]
+
 
 class Chosen:
     """The samples of a data set of files that `data.exclude` does not name, and notes about the files."""

@@ -228,7 +228,7 @@ class ImageFiles:
     Evaluation: shorter side resized to 256/224 of the size, centre crop. Normalised with ImageNet's statistics.
 
     Args:
-        files: their paths.
+        files: their paths, or what has `opened` as `Paths` has.
         labels: [N].
         size: height and width of what is given out.
         root: folder below which files are named.
@@ -236,7 +236,7 @@ class ImageFiles:
             pixels differ by a few of 255.
     """
 
-    files: InitVar[Sequence[str]]
+    files: InitVar[Any]
     labels: NDArray[Any]
     num_classes: int
     size: int
@@ -245,8 +245,8 @@ class ImageFiles:
     on_device: bool = False
     root: str = ""
 
-    def __post_init__(self, files: Sequence[str]) -> None:
-        self.paths, self.labels = Paths(files), self.labels.astype(np.int64)
+    def __post_init__(self, files: Any) -> None:
+        self.paths, self.labels = files if hasattr(files, "opened") else Paths(files), self.labels.astype(np.int64)
         self.image_shape = (3, self.size, self.size)
 
     def name_of(self, index: int) -> str:
@@ -264,11 +264,11 @@ class ImageFiles:
         indices, passes = unpack(keys)
         u = uniforms(self.seed, indices, passes, NUM_CROP_UNIFORMS)
         labels = torch.from_numpy(self.labels[indices])
-        paths = [self.paths[index] for index in indices]
+        opened = map(self.paths.opened, indices)
         if self.on_device:
             # As bytes: tensors would be copied to the device, but decoders need them on the host.
-            return list(map(self._file, paths, u)), labels
-        return _as_in_imagenet(to_floats(map(self._read, paths, u), self.size)), labels
+            return list(map(self._file, (name for _, name in opened), u)), labels
+        return _as_in_imagenet(to_floats(map(self._read, opened, u), self.size)), labels
 
     def _file(self, path: str, u: NDArray[np.float64]) -> File:
         image = read_header(path, path)
@@ -316,10 +316,10 @@ class ImageFiles:
             images[row] = part.flip(-1) if mirrored else part
         return _as_in_imagenet(images.round_().clamp_(0, 255).div_(255))
 
-    def _read(self, path: str, u: NDArray[np.float64]) -> NDArray[np.uint8]:
+    def _read(self, opened: tuple[Any, str], u: NDArray[np.float64]) -> NDArray[np.uint8]:
         from PIL import Image
 
-        image = read_image(path, path)
+        image = read_image(*opened)
         size, (width, height) = self.size, image.size
         if self.augment:
             image = image.crop(random_crop(width, height, u)).resize((size, size), Image.Resampling.BILINEAR)

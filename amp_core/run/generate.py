@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.config.checks import KINDS
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import read_bytes
+from amp_core.config.kinds import KINDS
 from amp_core.data.base import uniforms
 from amp_core.run.lines import dumps
 from amp_core.step.amp import Amp

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from amp_core.config.checks import KINDS
+from amp_core.config.kinds import KINDS
 from amp_core.config.schema import AmpConfig
 from amp_core.tensors import unwrap
 

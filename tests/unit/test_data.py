@@ -30,12 +30,13 @@ from shared import data_config
 from torch import Tensor
 
 from amp_core.config import checks
-from amp_core.config.checks import IMAGE_ENDINGS, KINDS, check_data
+from amp_core.config.checks import IMAGE_ENDINGS, check_data
 from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.kinds import KINDS
 from amp_core.config.options import choices, read_option
 from amp_core.config.processes import is_stopped
 from amp_core.config.schema import DataConfig
-from amp_core.data import Data, build_data
+from amp_core.data import Data, build_data, stored
 from amp_core.data.base import Spread, evenly_spread, uniforms
 from amp_core.data.images import (
     ArrayImages,
@@ -342,6 +343,7 @@ def test_every_data_set_gives_batches_of_its_shape(name, num_train, num_eval, nu
 def test_every_name_has_a_builder_and_a_file_of_values() -> None:
     for kind in set(KINDS.values()) - {"own"}:  # that one is built by its recipe
         builders = importlib.import_module(f"amp_core.data.{kind}").BUILDERS
+        builders = builders | stored.BUILDERS if kind == "images" else builders
         assert set(builders) == {name for name in KINDS if KINDS[name] == kind}
     assert {read_option("data", option)["name"] for option in choices("data")} == set(KINDS)
     keys = {field.name for field in dataclasses.fields(DataConfig)}

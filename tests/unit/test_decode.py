@@ -344,7 +344,7 @@ def test_the_centre_of_a_thin_picture_is_that_of_the_whole_one(shape: tuple[int,
     pixels = np.stack([127 + 120 * np.sin(x / (5 + c) + y / 9) for c in range(3)], axis=-1).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     files = ImageFiles([str(tmp_path / "a.png")], np.zeros(1), 1, 28, False, 0)
-    found = files._read(str(tmp_path / "a.png"), np.zeros(41)).astype(np.int64)
+    found = files._read((str(tmp_path / "a.png"), "a"), np.zeros(41)).astype(np.int64)
     height, width = (32 if side == min(shape) else int(side * (32 / min(shape))) for side in shape)
     whole = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
     left, top = round((width - 28) / 2), round((height - 28) / 2)

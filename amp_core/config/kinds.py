@@ -1,0 +1,48 @@
+"""What data sets hold, ours and others', and the checks of those in shards. Imports no torch but what others' do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from amp_core.config.errors import ConfigError, suggest
+from amp_core.config.schema import DataConfig
+
+KINDS = {
+    "mnist_subset": "images", "synthetic": "images", "image_folder": "images", "imagenet": "images",
+    "cifar10": "images", "torch_sources": "text", "torch_headers": "text", "text": "text", "tokens": "text",
+    "chat": "text",
+    "brain": "masks", "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities",
+    "identity_folder": "identities", "records": "identities", "synthetic_identities": "identities", "own": "own",
+    "shards": "images", "hf": "images", "parquet": "images",
+}  # fmt: skip
+"""What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
+`own` is what a recipe brings itself."""
+
+OWN_PARTS = ("KIND", "build")
+"""What a data set of somebody's own, data/<name>.py, has; it may have `check(cfg)`, a list of problems."""
+
+
+def kind_of(name: str) -> str:
+    """What a data set holds. ConfigError: it is somebody's own, and its file is no data set."""
+    if name in KINDS:
+        return KINDS[name]
+    from amp_core.config.options import load_own  # other runs need none of it
+
+    module = load_own("data", name, OWN_PARTS)
+    if module.KIND not in KINDS.values():
+        raise ConfigError(
+            f"{module.__file__}: KIND={module.KIND}: {suggest(str(module.KIND), sorted({*KINDS.values()}))}"
+        )
+    return module.KIND
+
+
+def check_stored(cfg: DataConfig) -> Iterator[str]:
+    what = {"shards": "tar files", "parquet": "parquet files", "hf": "a folder of save_to_disk"}[cfg.name]
+    if cfg.path is None:
+        more = "" if cfg.name == "hf" else ": a folder, a glob, or name-{0000..0099}"
+        yield f"data.path=null: expected {what}{more}"
+    elif cfg.name == "hf" and not Path(cfg.path).expanduser().is_dir():
+        yield f"data.path={cfg.path}: there is no such folder; expected {what}"
+    if unknown := sorted({*(cfg.columns or {})} - {"image", "label"}):
+        yield f"data.columns.{unknown[0]}: there is no such key. {suggest(unknown[0], ('image', 'label'))}"
