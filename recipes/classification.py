@@ -31,6 +31,7 @@ from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_
 from amp_core.tensors import widest
 
 DATA = "images"
+SOFT_TARGETS = True  # of data.mixup and data.cutmix
 MODELS = CLASSIFIERS
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import read_bytes, visible
-from amp_core.config.kinds import KINDS, OWN_PARTS, check_stored, kind_of
+from amp_core.config.kinds import KINDS, OWN_PARTS, check_augment, check_stored, kind_of
 from amp_core.config.schema import Config, DataConfig
 
 _OF_TEXT = ("tokenizer", "text_field", "packing", "mix", "train_on")
@@ -59,7 +59,7 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
         return [f"data={cfg.name}: holds {kinds[cfg.name]}, the recipe takes {kind}. {suggest(cfg.name, valid)}"]
     if cfg.name not in KINDS:
         return list(getattr(load_own("data", cfg.name, OWN_PARTS), "check", lambda cfg: ())(cfg))
-    problems = [*_check_use(cfg), *_check_exclude(cfg)]
+    problems = [*_check_use(cfg), *_check_exclude(cfg), *check_augment(cfg)]
     for package, names in PACKAGES.items():
         if cfg.name in names and package_folder(package) is None:
             extra = {"datasets": "shards", "pyarrow": "text"}.get(package, "vision")

@@ -37,6 +37,23 @@ def kind_of(name: str) -> str:
     return module.KIND
 
 
+FILES = ("image_folder", "imagenet", "shards", "hf", "parquet")
+"""Those whose images are decoded, cropped and resized when they are read."""
+
+
+def check_augment(cfg: DataConfig) -> Iterator[str]:
+    """Problems of augmentation that not every data set has."""
+    if isinstance(cfg.augment, str) and cfg.name not in FILES:
+        yield f"data.augment={cfg.augment}: is for image files, {', '.join(FILES)}; use data.augment=true"
+    given = {key: getattr(cfg, key) for key in ("mixup", "cutmix", "erasing") if getattr(cfg, key) is not None}
+    for key, value in given.items():
+        if KINDS[cfg.name] != "images":
+            yield f"data.{key}={value:g}: has no effect, data={cfg.name} holds no images with classes; leave it out"
+    if cfg.prepare_on == "device" and (given or isinstance(cfg.augment, str)):
+        key = next(iter(given), "augment")
+        yield f"data.prepare_on=device: data.{key} is computed by the loader; use data.prepare_on=loader"
+
+
 def check_stored(cfg: DataConfig) -> Iterator[str]:
     what = {"shards": "tar files", "parquet": "parquet files", "hf": "a folder of save_to_disk"}[cfg.name]
     if cfg.path is None:

@@ -19,7 +19,7 @@ SCALE_KEYS += ("min_scale", "dynamic")
 LEAST: dict[int | None, str] = {
     None: "epochs max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb optimizer.lr clip.max_norm "
     "clip.max_value clip.factor amp.init_scale amp.growth_factor amp.backoff_factor amp.max_scale amp.min_scale "
-    "amp.max_scale_per_sample optimizer.layer_decay",
+    "amp.max_scale_per_sample optimizer.layer_decay data.mixup data.cutmix data.erasing",
     0: "data.num_workers seed doctor.max_reports optimizer.weight_decay layout.max_restarts debug.inject.rank "
     "perf.profile",
     1: "accumulation batch_size steps samples save_every eval_every log_every eval.samples checkpoint.keep "
@@ -29,13 +29,13 @@ LEAST: dict[int | None, str] = {
 }
 """The least value of numbers; None: above 0. All are finite."""
 MOST: dict[float, str] = {
-    1: "optimizer.layer_decay",
+    1: "optimizer.layer_decay data.erasing",
     3.4e38: "optimizer.lr optimizer.weight_decay amp.init_scale amp.growth_factor amp.max_scale amp.min_scale "
     "amp.max_scale_per_sample clip.max_norm clip.max_value clip.factor",  # fp32 has no more
     MOST_STEPS: "steps schedule.horizon debug.inject.step data.num_classes",
     2**24: "batch_size accumulation data.length",
     2**15: "data.image_size",  # one of 3 channels in fp32 has 12 GiB
-    2**10: "data.num_workers layout.num_stages",
+    2**10: "data.mixup data.cutmix data.num_workers layout.num_stages",
     10**6: "max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb layout.shard_size",
 }
 """The largest value of numbers: more is a slip of the hand, and would take memory or time without an end."""

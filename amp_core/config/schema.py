@@ -153,8 +153,9 @@ class DataConfig:
     """Longest wait for a batch of a loader process; then the run ends with 1 and shows the stack of that process."""
     image_size: int | None
     """Height and width of the images, in pixels; null: the data set's own."""
-    augment: bool
-    """Random augmentation of training images, seeded by (seed, sample index, epoch)."""
+    augment: bool | Literal["randaugment", "trivialaugment", "colorjitter"]
+    """Random augmentation of training images, seeded by (seed, sample index, epoch). true: what suits the data set, of
+    image files a random crop and flip; the others, of torchvision, come after these."""
     prepare_on: Literal["loader", "device"]
     """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device, where
     JPEG decoding syncs once per batch."""
@@ -186,6 +187,12 @@ class DataConfig:
     any image and cls."""
     options: dict[str, Any] | None = None
     """Settings of a data set of your own."""
+    mixup: float | None = None
+    """Alpha of MixUp of training images: labels are probabilities then. Reads two images for one."""
+    cutmix: float | None = None
+    """Alpha of CutMix; with `mixup` each image has one of them."""
+    erasing: float | None = None
+    """Probability that a rectangle of a training image is erased."""
 
 
 @dataclass(frozen=True)

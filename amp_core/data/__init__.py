@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 from amp_core.config.checks import DECODED, check_data
 from amp_core.config.errors import ConfigError
@@ -44,6 +45,13 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
         raise ConfigError(
             f"data={cfg.name}: has images with {shape[0]} channels, the model takes {channels}; use another model.name"
         )
+    if cfg.erasing or cfg.mixup or cfg.cutmix:
+        from amp_core.data.augment import Erased, Mixed  # other runs need none of it
+
+        train = data.train if cfg.erasing is None else Erased(data.train, cfg.erasing, seed)
+        if cfg.mixup or cfg.cutmix:
+            train = Mixed(train, data.facts["num_classes"], cfg.mixup, cfg.cutmix, seed)
+        data = replace(data, train=train)
     return data
 
 

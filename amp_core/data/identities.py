@@ -75,7 +75,7 @@ def draw_glyphs(size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 def _glyphs(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     images, labels = draw_glyphs(cfg.image_size or 32)
-    return split_images(images, labels, labels % 5 == 4, cfg.augment, seed=seed, channels=channels)
+    return split_images(images, labels, labels % 5 == 4, bool(cfg.augment), seed=seed, channels=channels)
 
 
 # --- image files ------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def _files(make: Callable[[Path, Skipped], Any], cfg: DataConfig, seed: int, cha
                 f"data.path={cfg.path}: {len(names)} identities are left to "
                 f"{'train' if augment else 'evaluate'} on; expected at least 2 of each kind"
             )
-        return Faces(source, source.numbers[which], labels, size, augment and cfg.augment, seed, source.prefix)
+        return Faces(source, source.numbers[which], labels, size, augment and bool(cfg.augment), seed, source.prefix)
 
     return chosen.finish(data_of(part(images, train, True), part(others, probes, False)))
 
@@ -224,7 +224,7 @@ def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
     num_probes = min(max(4 * _PROBES_PER_IDENTITY, cfg.num_samples // 4), _MOST_SYNTHETIC_PROBES)
     return data_of(
-        part(cfg.num_samples, cfg.num_classes, 0, cfg.augment),
+        part(cfg.num_samples, cfg.num_classes, 0, bool(cfg.augment)),
         part(num_probes, -(-num_probes // _PROBES_PER_IDENTITY), cfg.num_classes, False),
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from amp_core.config.checks import Skipped, class_names, images_below, mnist_file
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Chosen, Data, Dataset, Key, Paths, uniforms, unpack
+from amp_core.data.base import Chosen, Data, Dataset, Key, Paths, every_fifth, uniforms, unpack
 from amp_core.data.decode import THIN, orientation_of, read_header, read_image
 from amp_core.vision import import_torchvision
 
@@ -240,7 +240,7 @@ class ImageFiles:
     labels: NDArray[Any]
     num_classes: int
     size: int
-    augment: bool
+    augment: bool | str
     seed: int
     on_device: bool = False
     root: str = ""
@@ -268,7 +268,12 @@ class ImageFiles:
         if self.on_device:
             # As bytes: tensors would be copied to the device, but decoders need them on the host.
             return list(map(self._file, (name for _, name in opened), u)), labels
-        return _as_in_imagenet(to_floats(map(self._read, opened, u), self.size)), labels
+        pixels: Iterable[NDArray[np.uint8]] = map(self._read, opened, u)
+        if isinstance(self.augment, str):
+            from amp_core.data.augment import changed  # other runs need none of it
+
+            pixels = (changed(each, self.augment, self.seed, key) for each, key in zip(pixels, keys, strict=True))
+        return _as_in_imagenet(to_floats(pixels, self.size)), labels
 
     def _file(self, path: str, u: NDArray[np.float64]) -> File:
         image = read_header(path, path)
@@ -278,7 +283,7 @@ class ImageFiles:
         orientation = orientation_of(image)
         width, height = image.size if orientation < 5 else image.size[::-1]
         part = random_crop(width, height, u) if self.augment else (0, 0, width, height)
-        return Path(path).read_bytes(), orientation, part, self.augment and bool(u[0] < 0.5)
+        return Path(path).read_bytes(), orientation, part, bool(self.augment and u[0] < 0.5)
 
     def finish(self, batch: tuple[list[File], Tensor]) -> Batch:
         """Images and labels from (files, labels), on the device of the labels."""
@@ -391,14 +396,6 @@ def read_mnist_subset() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return table[:, :-1].reshape(-1, 1, 28, 28), table[:, -1].astype(np.int64)
 
 
-def every_fifth(labels: NDArray[Any]) -> NDArray[np.bool_]:
-    """True for every fifth sample of each class: a stratified evaluation part."""
-    chosen = np.zeros(len(labels), dtype=bool)
-    for label in set(labels.tolist()):  # np.unique would import numpy.ma, for a hundredth of the start of a run
-        chosen[np.flatnonzero(labels == label)[4::5]] = True
-    return chosen
-
-
 def split_images(
     images: NDArray[np.uint8], labels: NDArray[np.int64], held_out: NDArray[np.bool_], augment: bool, **options: Any
 ) -> Data:
@@ -421,7 +418,7 @@ def split_images(
 def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     images, labels = read_mnist_subset()
     options = {"size": cfg.image_size, "on_device": cfg.prepare_on == "device"}
-    return split_images(images, labels, every_fifth(labels), cfg.augment, seed=seed, channels=channels, **options)
+    return split_images(images, labels, every_fifth(labels), bool(cfg.augment), seed=seed, channels=channels, **options)
 
 
 def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
@@ -432,7 +429,8 @@ def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     pool = noise_pool(rng, (channels, size, size))
     make = functools.partial(Synthetic, num_classes=cfg.num_classes, patterns=patterns, pool=pool, seed=seed)
     first = cfg.num_samples
-    return data_of(make(first, augment=cfg.augment), make(max(1, first // 4), augment=False, first=first, stream=first))
+    held_out = make(max(1, first // 4), augment=False, first=first, stream=first)
+    return data_of(make(first, augment=bool(cfg.augment)), held_out)
 
 
 def class_files(
@@ -451,7 +449,7 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
         return data_of(files, files)
     classes, chosen = class_names(root / "train"), Chosen(cfg)
 
-    def part(name: str, augment: bool, on_device: bool = False) -> ImageFiles:
+    def part(name: str, augment: bool | str, on_device: bool = False) -> ImageFiles:
         paths, labels = class_files(root / name, classes, chosen.skipped, os.path.split)  # as ImageFolder sorts them
         files = ImageFiles(paths, labels, len(classes), size, augment, seed, on_device, str(root))
         kept = chosen.keep(len(files), files.name_of)

@@ -115,7 +115,7 @@ def _brain(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     starts = range(0, len(images), _BLOCK)
     train, held_out = ([start + i for start in starts for i in part] for part in (_TRAIN, _EVAL))
     facts = {"image_shape": images.shape[1:], "num_masks": masks.shape[1]}
-    part = Slices(images[train], masks[train], cfg.augment, seed)
+    part = Slices(images[train], masks[train], bool(cfg.augment), seed)
     return Data(part, Slices(images[held_out], masks[held_out], False, seed), facts)
 
 
@@ -200,7 +200,7 @@ def _digit_scenes(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     held_out = every_fifth(labels)
     train, others = ([photo[:, columns] for photo in photos] for columns in (_TRAIN_COLUMNS, _EVAL_COLUMNS))
     return Data(
-        DigitScenes(num, 0, train, digits[~held_out], size, cfg.augment, seed),
+        DigitScenes(num, 0, train, digits[~held_out], size, bool(cfg.augment), seed),
         DigitScenes(max(1, num // 4), num, others, digits[held_out], size, False, seed),
         {"image_shape": (3, size, size), "num_masks": 1},
     )
@@ -312,7 +312,7 @@ def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
             raise ConfigError(f"data.path={cfg.path}: {name}: no images are left by data.exclude={cfg.exclude}")
         return replace(files, pairs=[pair for pair, keep in zip(pairs, kept, strict=True) if keep])
 
-    return chosen.finish(Data(part("train", cfg.augment), part("val", False), facts))
+    return chosen.finish(Data(part("train", bool(cfg.augment)), part("val", False), facts))
 
 
 BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {

@@ -29,8 +29,8 @@ from amp_core.config.checks import IMAGE_ENDINGS
 from amp_core.config.errors import BadSample, ConfigError
 from amp_core.config.files import open_file, visible
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Chosen, Data, Paths
-from amp_core.data.images import ImageFiles, data_of, every_fifth
+from amp_core.data.base import Chosen, Data, Paths, every_fifth
+from amp_core.data.images import ImageFiles, data_of
 from amp_core.data.tokens import cached, stamps
 
 logger = logging.getLogger(__name__)
@@ -347,7 +347,9 @@ def _data(cfg: DataConfig, seed: int, read: Callable[[str], Any]) -> Data:
     source, labels, classes = read(cfg.path)
     root = str(Path(cfg.path).expanduser().parent if cfg.name != "hf" else "")
 
-    def part(source: Any, which: NDArray[np.int64], labels: NDArray[np.int64], augment: bool = False) -> ImageFiles:
+    def part(
+        source: Any, which: NDArray[np.int64], labels: NDArray[np.int64], augment: bool | str = False
+    ) -> ImageFiles:
         make = functools.partial(ImageFiles, num_classes=len(classes), size=size, augment=augment, seed=seed, root=root)
         images = make(source(which), labels)
         kept = chosen.keep(len(images), images.name_of)

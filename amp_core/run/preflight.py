@@ -83,6 +83,12 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
     if sound("data"):
         needless = ("data.path=", "data.exclude=") if not broken and lacks_data(cfg) else ()
         problems += [problem for problem in check_data(cfg.data, recipe.DATA) if not problem.startswith(needless)]
+        for key in ("mixup", "cutmix") if not getattr(recipe, "SOFT_TARGETS", False) else ():
+            if getattr(cfg.data, key) is not None:
+                problems.append(
+                    f"data.{key}={getattr(cfg.data, key):g}: labels are probabilities, which recipe="
+                    f"{cfg.recipe['name']} does not take; use recipe=classification"
+                )
         if cfg.data.prepare_on == "device" and cfg.data.name in DECODED and not _on_cuda(cfg):
             problems.append(
                 f"data.prepare_on=device: the files of data={cfg.data.name} are decoded by a CUDA GPU, and the run "

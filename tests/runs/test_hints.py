@@ -275,7 +275,7 @@ MISTAKES = {
     "model.num_classes=10": "the data set knows it",
     "model.depth=3": "model.options.<name>",
     "model.dropout=0.2": "Did you mean model.options.dropout=0.2?",
-    "data=csv data.path=x": "a recipe of your own NO data.path",
+    "data=csv data.path=x": "data/<name>.py NO data.path",
     "data=imagefolder data.path=x": "Did you mean image_folder? NO has no effect",
     "data=folder": "Did you mean identity_folder or image_folder or mask_folder?",
     "data=mnist": "Did you mean mnist_subset?",
