@@ -214,7 +214,7 @@ def load_base(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs) -> st
         if not env.any_rank(file.exists()):
             return None
         path = str(file)
-    env.job.notes.append(f"base: {load_pretrained(net, path, cfg.model.fresh or ())}")
+    env.job.notes.append(f"base: {load_pretrained(net, path, cfg.model.fresh or (), cfg.model.rename)}")
     total = hashlib.sha256()
     for name, tensor in net.state_dict().items():
         total.update(f"{name} {tuple(tensor.shape)} ".encode() + tensor.cpu().numpy().tobytes())

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (10_520, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (14_728, "config run cli data models train.py"),
+    "program": (14_763, "config run cli data models train.py"),
     "amp_tools": (4_080, "amp_tools"),
     "scripts": (5_054, "scripts"),
     "amp_conformance": (2_460, "amp_conformance"),
@@ -36,7 +36,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.985
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_734, 3_020
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_738, 3_024
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 565

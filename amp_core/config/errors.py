@@ -84,6 +84,8 @@ SAME = {
     **dict.fromkeys(("classifier", "classify", "imagenet"), "classification"), "adam8bit": "adamw_8bit",
     **dict.fromkeys(("step_lr", "steplr"), "step"), "cosine_annealing": "warmup_cosine",
     **dict.fromkeys(("fsdp2", "deepspeed", "zero3"), "fsdp"), "mnist": "mnist_subset",
+    **dict.fromkeys(("webdataset", "wds", "tar"), "shards"), **dict.fromkeys(("datasets", "huggingface"), "hf"),
+    "imagefolder": "image_folder",
 }  # fmt: skip
 """Names of other programs for what is called otherwise here."""
 

@@ -357,8 +357,8 @@ MAY_CHANGE = {
     "log", "layout", "device", "amp", "doctor", "perf", "checkpoint", "debug", "task", "predict_on", "dry_run",
     "save_every", "eval_every", "eval", "log_every", "steps", "epochs", "samples", "max_minutes", "run_dir", "resume",
     "allow_changes", "accumulation", "batch_size", "data.num_workers", "data.timeout_minutes", "data.path",
-    "model.weights", "model.fresh", "optimizer.fused", "recipe.length", "recipe.eval_offset", "recipe.loss_chunk",
-    "recipe.sample_bytes", "recipe.prompt", "recipe.sample_tokens", "recipe.temperature",
+    "model.weights", "model.fresh", "model.rename", "optimizer.fused", "recipe.length", "recipe.eval_offset",
+    "recipe.loss_chunk", "recipe.sample_bytes", "recipe.prompt", "recipe.sample_tokens", "recipe.temperature",
 }  # fmt: skip
 """Settings that a resumed run may change freely. `accumulation` and `batch_size` are held together by the samples per
 step, which the resume checks by itself; `fused` and `loss_chunk` change rounding only."""

@@ -135,6 +135,8 @@ class ModelConfig:
     """Pretrained weights to start from: a .safetensors or torch file of a state dict, or the folder of a run."""
     fresh: list[str] | None
     """With weights: modules or tensors, by name or glob, that keep their initial values, such as a new head."""
+    rename: dict[str, str] | None = None
+    """With weights: parts of names in the file, between dots, and what they are called here, one after another."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import os
 import re
@@ -41,7 +42,8 @@ def check_weights(cfg: Config) -> list[str]:
     """Problems of `model.weights` and `model.fresh` that can be found without reading the file."""
     path = cfg.model.weights
     if path is None:
-        return ["model.fresh: has no effect without model.weights; leave it out"] if cfg.model.fresh else []
+        given = [key for key in ("fresh", "rename") if getattr(cfg.model, key)]
+        return [f"model.{key}: has no effect without model.weights; leave it out" for key in given]
     if path == DEFAULT and _default(cfg.model.name) is None:
         how = "networks of torchvision and folders of transformers do; use model.weights=<file>"
         return [f"model.weights={DEFAULT}: model.name={cfg.model.name} has no weights of its own, {how}"]
@@ -61,7 +63,8 @@ def start_from(cfg: Config, run_dir: Path | None, net: nn.Module) -> str:
     assert cfg.model.weights is not None
     if _resumes(cfg, run_dir):
         return "model.weights has no effect: all weights come from a checkpoint"
-    return f"weights: {load_pretrained(net, path_of(cfg.model.weights, cfg.model.name), cfg.model.fresh or ())}"
+    path = path_of(cfg.model.weights, cfg.model.name)
+    return f"weights: {load_pretrained(net, path, cfg.model.fresh or (), cfg.model.rename or {})}"
 
 
 def path_of(weights: str, name: str) -> str:
@@ -86,7 +89,9 @@ def _resumes(cfg: Config, run_dir: str | Path | None) -> bool:
     return run_dir is not None and holds_checkpoint(run_dir)
 
 
-def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str:
+def load_pretrained(
+    net: nn.Module, path: str, fresh: Sequence[str] = (), rename: Mapping[str, str] | None = None
+) -> str:
     """Copy the weights of a file or of another run into a network: every tensor, or none.
 
     Floating-point tensors may have any floating dtype; they are converted to that of the network. Nothing that is read
@@ -97,6 +102,7 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
         path: a file (safetensors, or a state dict written by `torch.save`), or a run folder or checkpoint of ours (EMA
             weights, if any).
         fresh: globs of names of modules or tensors that keep their initial values, such as a new head.
+        rename: parts of names in the file, one or several between dots, to those here, applied in this order.
 
     Returns:
         A line for the log.
@@ -106,7 +112,7 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
             network is unchanged then.
     """
     own = {name: tensor for name, tensor in net.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    found = _with_prefix(_without_prefix(_read(path, net), own), own)
+    found = _with_prefix(_renamed(_without_prefix(_read(path, net), own), rename or {}, path), own)
     # A counter in a floating dtype was cast along with the weights, and may have been rounded: as good as missing.
     found = {name: v for name, v in found.items() if not (name.endswith(_COUNTER) and v.is_floating_point())}
     below = {pattern: {name for name in (*own, *found) if _is_below(name, pattern)} for pattern in fresh}
@@ -139,7 +145,11 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
             listed = ",".join(f'"{name}"' for name in places)
             problems[-1] += f". To keep the initial weights there: 'model.fresh=[{listed}]'"
         else:
-            problems[-1] += f". Is it of another network than model.name, with {first_few(list(own), 2)}?"
+            alike = ((name, _nearest(name, found, {key: own[key] for key in missing})) for name in unknown[:40])
+            pairs = [f"{there}, here {here}" for there, here in alike if here is not None]
+            other = f"Is it of another network than model.name, with {first_few(list(own), 2)}?"
+            near = f"Nearest of its names: {first_few(pairs)}: name parts by model.rename={{there:here}}, or: "
+            problems[-1] += f". {near * bool(pairs)}{other}"
     problems += [
         f"model.weights={path}: {name} holds NaN or inf, or numbers beyond {tensor.dtype}"
         for name, tensor in taken.items()
@@ -153,6 +163,27 @@ def load_pretrained(net: nn.Module, path: str, fresh: Sequence[str] = ()) -> str
     dtypes = sorted({str(found[name].dtype).removeprefix("torch.") for name in taken})
     left = sorted(name for name in own if name in kept)
     return f"{len(taken)} tensors ({', '.join(dtypes)}) from {path}" + (f"; initial: {first_few(left)}" if left else "")
+
+
+def _renamed(state: dict[str, Any], rename: Mapping[str, str], path: str) -> dict[str, Any]:
+    names = {name: name for name in state}
+    for there, here in rename.items():
+        part = re.compile(rf"(?<![^.]){re.escape(there)}(?![^.])")
+        if not any(part.search(name) for name in names.values()):
+            raise ConfigError(
+                f"model.rename={{{there}:{here}}}: model.weights={path} has no such part of a name, but "
+                f"{first_few(list(names.values()))}; parts lie between dots, and earlier ones are renamed first"
+            )
+        names = {name: part.sub(lambda _, here=here: here, new) for name, new in names.items()}
+    if twice := [new for new, count in Counter(names.values()).items() if count > 1]:
+        before = [name for name, new in names.items() if new == twice[0]]
+        raise ConfigError(f"model.rename: {first_few(before)} of model.weights={path} all become {twice[0]}")
+    return {new: state[name] for name, new in names.items()}
+
+
+def _nearest(name: str, found: Mapping[str, Any], own: Mapping[str, Tensor]) -> str | None:
+    fitting = [key for key, tensor in own.items() if _fits(found[name], tensor)]
+    return next(iter(difflib.get_close_matches(name, fitting, n=1)), None)
 
 
 def _holds_tokens(net: nn.Module, name: str) -> bool:
