@@ -15,10 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Parts of one group share a process, which imports torch once; groups are run side by side.
 GROUPS = {
-    "files": ["saves", "damage", "pickles", "foreign"],
-    "calls and clocks": ["errors", "clock"],
-    "command lines": ["fuzz"],
-    "runs": ["kills", "signals", "ranks", "elastic"],
+    "files": ["saves", "damage", "pickles"],
+    "calls": ["errors"],
+    "runs": ["kills", "signals", "elastic"],
     "processes": ["restarts", "stuck"],
 }
 LONG_ONLY = ["network"]

@@ -15,6 +15,8 @@ import pytest
 from shared import free_port
 from test_recipes import arguments
 
+from amp_core.config.processes import with_argument
+
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -22,16 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 def workers_of(folder: Path) -> set[int]:
     """Process ids of the workers whose job's file lies in this folder."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:  # it has ended
-                continue
-            if command.rstrip(b"\0").endswith(b"job.json") and os.fsencode(folder) in command:
-                found.add(int(entry.name))
-    return found
+    return {pid for job in folder.glob("*/job.json") for pid in with_argument(job)}
 
 
 def wait_for(condition, seconds):

@@ -2,9 +2,7 @@
 
 A good, a bad and a good step; a checkpoint; a fresh network, optimizer and `Amp`, which load it; two good steps. Weights,
 state and losses have to be, bit for bit, those of plain PyTorch with `if finite: optimizer.step()`, or the optimizer is
-refused before a weight changes. A package that is not installed is skipped. As a program this writes docs/OPTIMIZERS.md:
-
-    PYTHONPATH=.:tests/support python tests/campaign/test_optimizers.py
+refused before a weight changes. A package that is not installed is skipped.
 """
 
 from __future__ import annotations
@@ -12,14 +10,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
-import logging
-import re
-import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +121,6 @@ def has_fused(cls: type[Optimizer]) -> bool:
 
 def weights_in(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-# --- by hand, and by Amp ----------------------------------------------------------------------------------------------
 
 
 def by_hand(mode: str, make: Make, *, reloads: bool) -> list[Any]:
@@ -256,9 +246,6 @@ def verdict(cls: type[Optimizer], wrapper: str, mode: str, folder: Path) -> tupl
     return "wrong", f"{' and '.join(parts)} differ"
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
 def wrappers_of(package: str) -> Sequence[str]:
     """A wrapper is the same around any optimizer, so most are put around torch's alone."""
     return WRAPPERS if package == "torch.optim" else ("plain", "Lookahead")
@@ -296,66 +283,3 @@ def test_it_is_the_same_loop_by_hand_or_refused_by_name(package: str, wrapper: s
         assert kind != "refused" or name in sentence or "optimizer" in sentence, sentence
         if package == "torch.optim" and not (name == "Adadelta" and wrapper == "compiled"):
             assert kind == ("not tried" if name in ("LBFGS", "SparseAdam") else "right"), (name, sentence)
-
-
-def collected(package: str) -> list[tuple[str, ...]]:
-    """(wrapper, *verdict) of all optimizers of a package; ("", why it is left out) alone where it is not installed."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return [(w, *row) for w in wrappers_of(package) for row in verdicts(package, w, Path(folder) / w)]
-    except pytest.skip.Exception as missing:
-        return [("", str(missing))]
-
-
-def page(results: dict[str, list[tuple[str, ...]]]) -> Iterator[str]:
-    """The lines of docs/OPTIMIZERS.md."""
-    yield "# Optimizers\n"
-    yield "Which optimizers of torch and of other packages work here: `Amp` and `Checkpoint` give the bits of plain PyTorch with `if finite: optimizer.step()`, or refuse."
-    yield "`python tests/campaign/test_optimizers.py` writes this page."
-    yield ""
-    yield "`optimizer.name=timm.optim.Lion` takes one by name; one of a package that is not below needs `optimizer.package=<package>`, or an entry point of the group `amp_recipes_optimizers`."
-    yield "Those of schedulefree are evaluated at their average, also by `task=evaluate`; use `schedule=constant`. A checkpoint holds the weights of training."
-    yield ""
-    yield f"A case is a good, a bad and a good step, a checkpoint, a fresh optimizer that loads it, and two good steps, in {', '.join(MODES)};"
-    yield "for torch's also fused, compiled, with a subclass's step, a hook, and in Lookahead, ZeroRedundancyOptimizer and PostLocalSGDOptimizer; for others also in Lookahead, in fp16."
-    yield "Not tried: what needs a closure, a second derivative or arguments of its own, or fails by hand. [CHECKPOINTS.md](CHECKPOINTS.md) says what of a group is saved."
-    yield ""
-    yield "| package | optimizers | cases | right | refused | not tried |\n| --- | --- | --- | --- | --- | --- |"
-    reasons: dict[tuple[str, str], set[str]] = {}
-    for package, found in results.items():
-        if not found[0][0]:
-            yield f"| {package} | {found[0][1]} | | | | |"
-            continue
-        counts = Counter(row[3] for row in found)
-        assert not counts["wrong"], [row for row in found if row[3] == "wrong"]
-        cells = [
-            len({row[1] for row in found}),
-            len(found),
-            *(counts[kind] for kind in ("right", "refused", "not tried")),
-        ]
-        yield f"| {package} {version_of(package)} | {' | '.join(map(str, cells))} |"
-        for _, name, _, kind, sentence in found:
-            if kind == "refused":
-                text = " ".join(sentence.removeprefix("by hand ").replace(name, "it").split()).replace("|", "/")
-                text = re.sub(r"^\w+: (optimizer\.)?|(: expected|; a checkpoint takes|, but fp32 weights).*", "", text)
-                reasons.setdefault((package, text[:200]), set()).add(name)
-    yield "\n## Refused\n\n| package | optimizers | because |\n| --- | --- | --- |"
-    for (package, text), names in sorted(reasons.items()):
-        some = sorted(names)
-        more = f" and {len(some) - 6} more" if len(some) > 6 else ""
-        yield f"| {package} | {', '.join(some[:6])}{more} | {text} |"
-
-
-def version_of(package: str) -> str:
-    names = metadata.packages_distributions().get(package.split(".")[0], [])
-    return metadata.version(names[0]) if names else ""
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        lines = list(page({package: collected(package) for package in PACKAGES}))
-    (Path(__file__).parents[2] / "docs" / "OPTIMIZERS.md").write_text("\n".join(lines) + "\n")

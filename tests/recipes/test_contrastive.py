@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from shared import relative
-from test_recipes import runs_of
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -23,7 +22,6 @@ TEMPERATURE = 0.1
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-run = runs_of("contrastive")
 
 
 def network(*more: nn.Module) -> nn.Module:
@@ -76,9 +74,6 @@ def flat(net: nn.Module) -> Tensor:
     return torch.cat([grad.flatten().double() for grad in grads if grad is not None])
 
 
-# --- right --------------------------------------------------------------------------------------------------------------
-
-
 CLOSE = {"fp32": 64 * 2.0**-24, "fp16": 16 * 2.0**-11, "bf16": 16 * 2.0**-8}
 """Some 16 roundings one after another: inputs, weights and products of two layers and an activation, there and back.
 16-bit products are summed in fp32; in fp32 the sums round as well, of up to 2,304 terms typically by 48 units."""
@@ -113,9 +108,6 @@ def test_an_overflow_inside_a_rehearsal_leaves_nothing_behind() -> None:
         torch.rand(5)
     assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), state_inside)
-
-
-# --- wrong --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_loss_per_micro_batch_is_another_loss() -> None:
@@ -170,9 +162,6 @@ def test_without_a_rehearsal_masks_differ_and_statistics_move_twice() -> None:
     for a, b, c in zip(reference.buffers(), right_buffers, wrong_buffers, strict=True):
         assert torch.equal(a, b) and not torch.equal(a, c)
     assert [int(buffers[-1]) for buffers in (right_buffers, wrong_buffers)] == [4, 8]  # num_batches_tracked
-
-
-# --- views, evaluation --------------------------------------------------------------------------------------------------
 
 
 class Numbers:

@@ -65,9 +65,6 @@ def test_a_function_that_saves_what_is_no_input_has_a_first_derivative_and_refus
         gradgradcheck(lambda x: RawNorm.apply(x, 1e-6), (numbers(3, 5),))
 
 
-# --- a function that may compute in 16 bits ---------------------------------------------------------------------------
-
-
 class Undecorated(Function):
     """`Product` as it is written without a thought of autocast."""
 
@@ -158,9 +155,6 @@ def test_the_same_function_follows_tensors_to_a_gpu() -> None:
     assert ctx._fwd_used_autocast
 
 
-# --- a function that needs fp32 ---------------------------------------------------------------------------------------
-
-
 class RawNorm(Function):
     """`RowNorm` without its decorators."""
 
@@ -208,9 +202,6 @@ def test_cast_inputs_casts_nothing_outside_of_autocast(dtype: Any) -> None:
     assert RowNorm.apply(torch.ones(2, 4, dtype=torch.float64), 1e-6).dtype is torch.float64  # type: ignore[union-attr]
 
 
-# --- a function of somebody else --------------------------------------------------------------------------------------
-
-
 @half_types
 @pytest.mark.parametrize("inputs", ["fp32", "16-bit"])
 def test_an_imported_function_is_right_in_an_fp32_island_alone(dtype: Any, inputs: str) -> None:
@@ -236,9 +227,6 @@ def test_an_imported_function_is_right_in_an_fp32_island_alone(dtype: Any, input
     size = (x.double().norm(dim=1) + centres.double().norm(dim=1)[labels]).square().max()
     assert off < 64 * 2**-24 * float(size / right.min()) and not negative and island.dtype is FP32
     island.sum().backward()
-
-
-# --- the network that they make ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode, tolerance", [("fp32", 1e-5), ("fp16", 1e-2), ("bf16", 8e-2)])

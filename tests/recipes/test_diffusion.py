@@ -67,9 +67,6 @@ def entering(dtype: torch.dtype, sigma: float) -> tuple[float, Tensor, float]:
     return loss.item(), gradient.detach().double() * images.numel(), cancelled.item()
 
 
-# --- right --------------------------------------------------------------------------------------------------------------
-
-
 def test_a_perfect_network_denoises_and_the_weighted_loss_is_the_formula_of_the_paper() -> None:
     images, noise = (t.double() for t in digits())
     for sigma in LEVELS:
@@ -106,9 +103,6 @@ def test_the_sampler_follows_the_exact_flow_of_gaussian_data() -> None:
     exact = SIGMA_DATA * 80.0 / math.hypot(80.0, SIGMA_DATA) * noise
     errors = [relative(sample(Given(0.0), amp, noise, num), exact) for num in (18, 36, 72)]
     assert [errors[0] / errors[1], errors[1] / errors[2]] == pytest.approx([4, 4], rel=0.2)
-
-
-# --- wrong --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sigma, wrong", [(0.02, 0.06), (0.005, 0.2), (0.002, 0.37)])
@@ -162,12 +156,3 @@ def test_an_average_in_bf16_stands_still() -> None:
     # 2,000 roundings of numbers below 2.
     assert next(ema.model.parameters()).item() == pytest.approx(2 - 0.999**2000, abs=2000 * 2.0**-24)
     assert low.item() == 1.0  # 0.001 is less than 0.004, half of the distance of its numbers
-
-
-class Bf16Ema(Ema):
-    """An average that is computed in fp32 and stored in bf16."""
-
-    def update(self, report: StepReport) -> None:
-        super().update(report)
-        for average in self.model.parameters():
-            average.copy_(average.bfloat16())

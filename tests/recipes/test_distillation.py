@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from running import lines, same_but, state, summary
 from test_recipes import on_two_ranks
 from torch import Tensor, nn
@@ -37,15 +36,6 @@ def num_bytes(net: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in net.parameters())
 
 
-# --- the loss ---------------------------------------------------------------------------------------------------------
-
-
-def per_sample(logits: Tensor, answers: Tensor) -> Tensor:
-    """The divergences at temperature 4 as tutorials write it: in whatever dtype the logits have."""
-    log_q, log_p = F.log_softmax(logits / 4, 1), F.log_softmax(answers / 4, 1)
-    return 16 * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1)
-
-
 def test_the_square_of_the_temperature_keeps_the_size_of_the_gradient() -> None:
     answers, logits = torch.randn(64, 10), torch.randn(64, 10, requires_grad=True)
     norms = []
@@ -53,9 +43,6 @@ def test_the_square_of_the_temperature_keeps_the_size_of_the_gradient() -> None:
         (grad,) = torch.autograd.grad(divergence(logits, answers, temperature), logits)
         norms.append(grad.norm().item())
     assert norms[0] == pytest.approx(norms[1], rel=0.1)  # without the factor: 16 times smaller
-
-
-# --- the frozen teacher -----------------------------------------------------------------------------------------------
 
 
 class CountCasts(TorchDispatchMode):
@@ -134,8 +121,6 @@ def test_all_ranks_freeze_the_teacher_of_rank_0(on_ranks: Callable[..., list[Any
     assert on_ranks(statistics_of) == [1.0, 1.0]
 
 
-# --- runs of two phases -----------------------------------------------------------------------------------------------
-
 COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=8"]
 COMMON += ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4"]
 SMALL = ["recipe=distillation", *COMMON, "recipe.teacher_steps=4", "recipe.teacher_options.width=8"]
@@ -195,9 +180,6 @@ def test_two_processes_stop_at_the_switch_and_go_on_bit_exactly() -> None:
     on_ranks("parts", 4)
     assert not same_but(whole, on_ranks("parts", 6))
     assert summary("whole")["eval"] == summary("parts")["eval"]
-
-
-# --- a teacher from another run ---------------------------------------------------------------------------------------
 
 
 def classify(folder: str, *overrides: str) -> str:

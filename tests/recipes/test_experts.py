@@ -32,9 +32,6 @@ def flips(dtype: torch.dtype) -> Tensor:
     return (choice(F.linear(tokens.to(dtype), weight.to(dtype)).double()) != choice(exact)).any(dim=1)
 
 
-# --- the choice ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", list(UNIT), ids=str)
 def test_a_token_changes_its_experts_only_where_logits_are_closer_than_their_errors(dtype: torch.dtype) -> None:
     tokens, weight, exact = router()
@@ -98,9 +95,6 @@ def test_experts_are_the_sum_over_the_chosen_ones() -> None:
             assert relative(found[image, token].detach(), expected.detach()) < 1e-14
 
 
-# --- auxiliary losses ---------------------------------------------------------------------------------------------------
-
-
 def test_the_z_loss_overflows_fp16_above_256_and_is_fp32_here() -> None:
     for size, overflows in ((250.0, False), (260.0, True)):
         routed = torch.full((1, 1, NUM), size - math.log(NUM)).half().requires_grad_()
@@ -132,9 +126,6 @@ def test_a_balance_over_the_batch_depends_on_how_it_is_divided_and_one_per_image
         return abs(sum(loss(part).item() for part in routed.split(2)) / 4 / loss(routed).item() - 1)
 
     assert off(lambda routed: auxiliary_losses(routed)[0]) < 16 * UNIT[torch.float32] and off(over_the_batch) > 0.1
-
-
-# --- experts without a token --------------------------------------------------------------------------------------------
 
 
 class Sparse(nn.Module):

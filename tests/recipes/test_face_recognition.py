@@ -40,9 +40,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MAGIC = struct.pack("<I", 0xCED7230A)
 
 
-# --- glyphs -----------------------------------------------------------------------------------------------------------
-
-
 def test_no_two_identities_of_the_glyphs_look_alike():
     images, labels = draw_glyphs(32)
     assert images.dtype == np.uint8 and images.shape[1:] == (1, 32, 32)
@@ -74,9 +71,6 @@ def test_glyphs_that_are_compared_were_not_trained_on():
         again.train.__getitems__([(5, 0)])[0], images[:1]
     )
     assert build_data(data_config("glyphs", image_size=40), seed=0, channels=3).facts["image_shape"] == (3, 40, 40)
-
-
-# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def image_file(seed, size=(20, 20), format="PNG"):
@@ -225,9 +219,6 @@ def test_synthetic_identities_cost_nothing_each():
     assert len(data.eval) == 4096 and len(pickle.dumps(data.train)) < 200_000
 
 
-# --- backbones --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name, millions", [("iresnet18", 24.03), ("iresnet34", 34.14), ("iresnet50", 43.59), ("iresnet100", 65.16)]
 )
@@ -256,9 +247,6 @@ def test_only_the_last_layer_is_an_island_and_features_are_float32(name, dtype):
     assert features.dtype == torch.float32 and features.shape == (2, 8)
     assert {path for path, found in seen.items() if found == torch.float32} == set(island_names(net))
     assert {found for path, found in seen.items() if path not in island_names(net)} == {dtype}
-
-
-# --- verification -----------------------------------------------------------------------------------------------------
 
 
 def test_pairs_are_all_that_there_are_and_right():
@@ -310,8 +298,6 @@ def test_perfect_random_and_broken_embeddings():
     assert all(np.isfinite(value) for value in broken.values()) and broken["accuracy"] <= 0.5
 
 
-# --- the recipe -------------------------------------------------------------------------------------------------------
-
 COMMON = ["recipe=face_recognition", "device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000"]
 SMALL = [*COMMON, "data=synthetic_identities", "data.num_samples=160", "data.num_classes=40", "data.image_size=8"]
 SMALL += ["batch_size=8", "recipe.embedding=16", "optimizer=sgd_face", "log_every=1"]
@@ -319,13 +305,6 @@ SMALL += ["batch_size=8", "recipe.embedding=16", "optimizer=sgd_face", "log_ever
 
 def run(*overrides, code=0, settings=SMALL):
     assert train.main([*settings, *overrides]) == code
-
-
-def test_a_log_line_has_loss_speed_and_scale_and_the_scale_is_capped():
-    run("run_dir=a", "steps=3", "amp=fp16_capped", "clip=norm", "clip.max_norm=5")
-    for line in lines("a")[:3]:
-        assert {"loss", "samples_per_second", "lr", "skipped", "grad_norm"} <= line.keys()
-        assert line["loss_scale"] == 8 * 128
 
 
 def test_the_scale_starts_at_the_batch_and_grows_to_its_cap_as_in_insightface():

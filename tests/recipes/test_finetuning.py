@@ -63,9 +63,6 @@ def answers(net: nn.Module, dtype: torch.dtype) -> Tensor:
         return net(tokens)
 
 
-# --- the base ---------------------------------------------------------------------------------------------------------
-
-
 @HALF
 def test_a_base_in_16_bits_gives_the_bits_of_autocast_in_less_memory(dtype: torch.dtype) -> None:
     net = gpt()
@@ -110,9 +107,6 @@ def test_a_quantised_base_has_its_bits_and_passes_gradients_to_adapters(kind: st
     amp.backward(loss)
     assert all(p.grad is not None and p.grad.dtype is FP32 and p.grad.any() for p in trained(net).values())
     assert not layer.weight.requires_grad  # type: ignore[union-attr]
-
-
-# --- what is trained --------------------------------------------------------------------------------------------------
 
 
 def test_only_adapters_have_gradients_moments_and_averages() -> None:
@@ -174,9 +168,6 @@ def test_adapters_in_16_bits_stall(dtype: torch.dtype) -> None:
     assert moved[0] == pytest.approx(20, rel=100 * torch.finfo(FP32).eps / spacing) and moved[1] == 0
 
 
-# --- adapters by peft -------------------------------------------------------------------------------------------------
-
-
 @needs("peft")
 @HALF
 def test_the_adapters_of_peft_compute_the_same_and_would_be_16_bit(dtype: torch.dtype) -> None:
@@ -200,9 +191,6 @@ def test_the_adapters_of_peft_compute_the_same_and_would_be_16_bit(dtype: torch.
     assert {p.dtype for p in trained(naive).values()} == {dtype}
 
 
-# --- merging ----------------------------------------------------------------------------------------------------------
-
-
 @HALF
 def test_merged_in_fp32_it_computes_the_same_and_in_16_bits_the_adapter_is_lost(dtype: torch.dtype) -> None:
     """An adapter of a tenth of the spacing of the weights: half of it would be needed to move one."""
@@ -224,8 +212,6 @@ def test_a_merged_network_answers_as_base_and_adapter(dtype: torch.dtype) -> Non
     expected = answers(net.float(), FP32)  # the same numbers, computed in fp32
     assert (answers(plain, FP32) - expected).norm() < 1e-5 * expected.norm()
 
-
-# --- runs -------------------------------------------------------------------------------------------------------------
 
 SMALL = ["recipe=finetuning", "device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1"]
 SIZE = ["model=gpt_small", "model.options.depth=1", "model.options.width=32", "data.num_samples=64", "data.length=32"]
@@ -291,21 +277,6 @@ def test_it_merges_into_the_16_bit_base_that_it_was_trained_with() -> None:
         weight = base[f"{layer}.weight"].bfloat16().float()
         delta = 16 / 2 * adapter[f"{layer}.b.weight"] @ adapter[f"{layer}.a.weight"]
         assert torch.equal(both[f"{layer}.weight"], weight + delta) and delta.any()
-
-
-@pytest.mark.slow
-@needs("peft")
-@needs("bitsandbytes")
-@pytest.mark.parametrize(
-    "settings", [["recipe.adapter=peft"], ["recipe.base=int8"], ["recipe.base=nf4", "model.options.width=64"]], ids=str
-)
-def test_peft_and_quantised_bases_resume_bit_exactly(settings: list[str]) -> None:
-    settings = [*settings, "amp=bf16", "schedule.horizon=3", "ema.decay=0.5"]
-    run("whole", "steps=3", *settings)
-    run("parts", "steps=2", *settings)
-    run("parts", "steps=3", *settings)
-    assert not same_but(state("whole"), state("parts"))
-    assert summary("whole")["eval"] == summary("parts")["eval"]
 
 
 @needs("bitsandbytes")

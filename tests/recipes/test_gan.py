@@ -53,9 +53,6 @@ def fp16() -> Amp:
     return Amp.named("fp16", init_scale=2.0**14)
 
 
-# --- the gradient penalty -----------------------------------------------------------------------------------------------
-
-
 BOUND = {mode: (102 if mode == "fp32" else 30) * unit for mode, unit in UNIT.items()}
 """Three passes through three layers: 10 roundings one after another in each (inputs, weights, products, activations).
 16-bit products are summed in fp32; in fp32 the sums round as well, of 576 terms typically by 24 units, in 3 layers."""
@@ -192,9 +189,6 @@ def test_wgan_gp_overflows_at_the_default_scale_by_construction_and_settles() ->
     assert not skipped and loss == pytest.approx(expected, rel=0.03)
 
 
-# --- two losses, one scale ----------------------------------------------------------------------------------------------
-
-
 def two_losses(mode: str, forget: bool = False) -> list[Tensor]:
     """The unscaled gradients of two networks under two losses that share both outputs."""
     torch.manual_seed(0)
@@ -227,9 +221,6 @@ def test_two_losses_under_one_scale_and_a_loss_that_was_not_scaled() -> None:
     assert all(relative(a, b) > 0.5 for a, b in zip(wrong, expected, strict=True))
 
 
-# --- two losses that share a graph --------------------------------------------------------------------------------------
-
-
 def both_losses(amp: Amp, *, shared: bool, retain: bool = True) -> tuple[Tensor, Tensor]:
     """Gradients of the generator and of the discriminator, at the same weights."""
     (G, D), (real, _, _) = networks(), batch()
@@ -253,9 +244,6 @@ def test_losses_that_share_a_graph_give_the_gradients_of_two_passes(mode: str) -
         assert relative(b, a) < (1e-5 if mode == "fp32" else 2e-3)
     with pytest.raises(RuntimeError, match="retain_graph=True"):
         both_losses(Amp.named(mode), shared=True, retain=False)
-
-
-# --- noise, metric ------------------------------------------------------------------------------------------------------
 
 
 def drawn(step: int, accumulation: int, world_size: int, batch_size: int, stream: int = 0) -> Tensor:
@@ -282,8 +270,6 @@ def test_the_distance_of_a_set_to_itself_is_0_and_grows_with_a_shift() -> None:
     # A shift of every pixel by s moves a projection on a unit vector d by s * sum(d): root mean square s.
     assert sliced_wasserstein(images, images + 0.5) == pytest.approx(0.5, rel=0.1)
 
-
-# --- runs ---------------------------------------------------------------------------------------------------------------
 
 BOTH = ["recipe.num_critic_steps=1"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from running import lines, same_but, state, summary
+from running import same_but, state, summary
 from shared import data_config
 from torch import Tensor, nn
 
@@ -24,23 +23,11 @@ from amp_core.data import Data, build_data
 from amp_core.data.text import IGNORE, TextPieces
 from amp_core.data.tokenizers import read_tokenizer
 from amp_core.models import build_model
-from amp_core.models.gpt import (
-    DTYPES,
-    GPT,
-    LANGUAGE_MODELS,
-    POSITIONS,
-    alibi_bias,
-    position_ids,
-    rope_phases,
-    rotate,
-)
+from amp_core.models.gpt import DTYPES, GPT, LANGUAGE_MODELS, POSITIONS, alibi_bias, position_ids, rope_phases, rotate
 from recipes import language_model
 from recipes.language_model import num_shared_ids, num_valid, token_loss
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
 
 
 def batch_of(part: Any, *indices: int) -> tuple[Tensor, Tensor]:
@@ -56,23 +43,6 @@ def folder(tmp_path: Path) -> Path:
         file.write_bytes(bytes(range(number + 1, number + 1 + size)))  # a file with zero bytes is no text
     (tmp_path / "text" / "0" / ".hidden").write_bytes(b"hidden" * 9)
     return tmp_path / "text"
-
-
-@pytest.mark.parametrize("packing", ["chunks", "best_fit"])
-def test_files_share_samples_and_none_sees_another(folder: Path, packing: str) -> None:
-    data = build_data(data_config("text", path=str(folder), length=16, packing=packing), seed=0)
-    batches = [batch_of(part) for part in (data.train, data.eval)]
-    inputs, targets, positions = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-    valid = targets != IGNORE
-    pairs = [(a, b) for file in folder.rglob("*.txt") for a, b in itertools.pairwise(file.read_bytes())]
-    assert sorted(zip(inputs[valid].tolist(), targets[valid].tolist(), strict=True)) == sorted(pairs)
-    # Bytes of a file count upwards: within a document an input and its position differ by a constant.
-    goes_on = positions[:, 1:] > 0
-    assert (inputs.diff()[goes_on & valid[:, 1:]] == 1).all() and (positions[:, 0] == 0).all()
-    assert (positions == 0)[valid].sum() > len(inputs)  # several documents in a sample
-    with_whole = [len(file.read_bytes()) - 1 for file in folder.rglob("*.txt")]
-    if packing == "best_fit":  # a document of at most 16 pairs is in one sample
-        assert (positions == 0)[valid].sum() == sum(-(-size // 16) for size in with_whole if size > 0)
 
 
 def test_every_byte_but_the_first_of_a_file_is_a_target_once(folder: Path) -> None:
@@ -151,9 +121,6 @@ def test_the_sources_of_torch_are_a_corpus_of_every_machine() -> None:
         assert word in bytes(inputs.flatten().tolist())
         counts = (targets != IGNORE).sum(1)
         assert counts.min() < counts.max() == 256
-
-
-# --- positions --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype, distinct, first_wrong", [(BF16, 769, 257), (FP16, 3073, 2049)], ids=str)
@@ -240,9 +207,6 @@ def test_samples_of_256_tokens_do_not_show_that_ids_are_16_bit() -> None:
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*grads, strict=True))
 
 
-# --- the network ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_tensor_follows_16_bit_weights_or_autocast(positions: str, dtype: torch.dtype) -> None:
@@ -302,9 +266,6 @@ def test_a_learned_table_ends() -> None:
         net(tokens, offset=1)
 
 
-# --- losses that count tokens -----------------------------------------------------------------------------------------
-
-
 def token_grads(net: nn.Module, micros: list[Any], weigh: Callable[[Any], Any]) -> Tensor:
     """Gradients of one window, in the order of the recipe."""
     net.zero_grad()
@@ -348,8 +309,6 @@ def test_a_sum_over_many_tokens_does_not_overflow_in_fp16() -> None:
     assert F.cross_entropy(logits[0], targets[0], reduction="sum").isinf()  # 110,904 > 65,504
 
 
-# --- the recipe -------------------------------------------------------------------------------------------------------
-
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 SMALL = ["recipe=language_model", "device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000"]
@@ -361,18 +320,6 @@ def run(folder: str, *overrides: str, code: int = 0) -> dict[str, float]:
     """A run in this process. Returns its last evaluation."""
     assert train.main([*SMALL, f"run_dir={folder}", *overrides]) == code
     return summary(folder)["eval"] if code == 0 else {}
-
-
-def test_accumulation_changes_nothing_where_samples_differ_in_tokens(folder: Path) -> None:
-    text = [f"data.path={folder}", "data=text", "data.num_samples=null", "data.length=8", "amp=fp32", "steps=6"]
-    # A large eps: with a small one AdamW turns the rounding of a gradient near 0 into a step of the size of lr.
-    overrides = [*text, "log_every=1", "optimizer.options.eps=1e-2"]
-    run("one", *overrides, "batch_size=8")
-    run("many", *overrides, "batch_size=1", "accumulation=8")
-    losses = [[line["loss"] for line in lines(f) if line["split"] == "train"] for f in ("one", "many")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    for one, many in zip(state("one")["model"].values(), state("many")["model"].values(), strict=True):
-        torch.testing.assert_close(one, many, rtol=0, atol=1e-4)  # sums in another order, 6 steps of AdamW
 
 
 @pytest.mark.slow

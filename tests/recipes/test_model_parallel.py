@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from running import same_but, state, summary
+from running import same_but, state
+from test_recipes import THREADS, WINDOW
+from test_recipes import run as run_recipe
 from tiers import rows
 from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply
@@ -37,11 +39,6 @@ CPU = torch.device("cpu")
 SHAPE = (3, 8, 8)
 MODES = pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 NETS = pytest.mark.parametrize("name, options", [("cnn", {"width": 8}), ("mlp", {"width": 32, "depth": 4})])
-
-
-def needs_two_gpus(test: Any) -> Any:
-    few = torch.cuda.device_count() < 2
-    return pytest.mark.cuda(pytest.mark.skipif(few, reason="needs two CUDA GPUs")(test))
 
 
 def make(name: str = "cnn", shape: tuple[int, int, int] = SHAPE, **options: Any) -> nn.Module:
@@ -77,9 +74,6 @@ def distance(a: list[Tensor], b: list[Tensor]) -> float:
     """Relative distance of logits and gradients in the L2 norm."""
     x, y = (torch.cat([t.double().flatten() for t in each]) for each in (a, b))
     return float((x - y).norm() / y.norm())
-
-
-# --- threads begin without autocast -----------------------------------------------------------------------------------
 
 
 def in_a_thread(fn: Callable[[], Any]) -> Any:
@@ -168,9 +162,6 @@ def test_a_second_stage_in_a_thread_fails_where_16_bit_features_meet_fp32_weight
     assert in_a_thread(lambda: stages(x)).dtype is torch.float16
 
 
-# --- cut into stages --------------------------------------------------------------------------------------------------
-
-
 @MODES
 @NETS
 def test_stages_compute_the_bits_of_the_network_that_they_were_cut_from(name: str, options: Any, mode: str) -> None:
@@ -220,34 +211,6 @@ def test_stages_of_two_devices_meet_on_neither_and_compute_the_bits_of_one(threa
     stages.devices = [gpus[0]] * 2  # features stay where they are
     with pytest.raises(RuntimeError, match=r"tensors of \['cuda:0', 'cuda:1'\] meet in conv2d"):
         stages(images)
-
-
-@needs_two_gpus
-@MODES
-@pytest.mark.parametrize("threads", [False, True])
-def test_stages_of_two_gpus_compute_the_bits_of_one(threads: bool, mode: str) -> None:
-    amp, gpus, found = Amp.named(mode, "cuda"), [torch.device("cuda", number) for number in range(2)], []
-    for devices in ([gpus[0]] * 2, gpus):
-        net = make("mlp", width=32, depth=4)
-        stages = Stages(net, devices, amp, image_shape=SHAPE, chunks=2, threads=threads)
-        assert {param.device for param in net.parameters()} == set(devices)
-        found.append([each.cpu() for each in everything(stages, amp, images=batch()[0].to(gpus[0]))])
-    assert same(*found)
-
-
-@needs_two_gpus
-def test_replicas_on_two_gpus_compute_in_the_dtype_of_the_caller() -> None:
-    gpus, net, x = (
-        [torch.device("cuda", number) for number in range(2)],
-        nn.Linear(4, 2).cuda(),
-        torch.randn(6, 4).cuda(),
-    )
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        right, wrong = (cls(net, gpus)(x) for cls in (ReplicaParallel, nn.DataParallel))
-        assert torch.equal(right, net(x)) and right.dtype is torch.bfloat16
-        assert wrong.dtype is torch.float16  # CUDA's default
-    right.float().sum().backward()
-    assert net.weight.grad is not None and net.weight.grad.dtype is torch.float32 and net.weight.grad.all()
 
 
 def test_copies_and_averages_of_stages_have_weights_of_their_own() -> None:
@@ -325,9 +288,6 @@ def test_what_cannot_be_cut_is_refused() -> None:
         Stages(keep_fp32(make()), [CPU] * 2, amp, image_shape=SHAPE)
 
 
-# --- a pipeline of threads --------------------------------------------------------------------------------------------
-
-
 @MODES
 @NETS
 def test_threads_change_no_bit_also_of_running_statistics_and_dropout(name: str, options: Any, mode: str) -> None:
@@ -388,17 +348,11 @@ def test_two_processes_of_two_threads_are_one_process(on_ranks: Callable[..., li
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)  # fp32 sums in another order
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
-
-COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=8"]
-COMMON += ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
-EVERYTHING = ["accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9", "schedule.horizon=6"]
-THREADS = ["recipe.chunks=2", "recipe.pipeline=threads"]
+EVERYTHING = [*WINDOW, "schedule.horizon=6"]
 
 
-def run(folder: str, *overrides: str, recipe: str = "model_parallel", code: int = 0) -> str:
-    assert train.main([f"recipe={recipe}", *COMMON, f"run_dir={folder}", *overrides]) == code
-    return folder
+def run(folder: str, *overrides: str, recipe: str = "model_parallel") -> str:
+    return run_recipe(recipe, folder, "batch_size=8", *overrides)
 
 
 @pytest.mark.usefixtures("own_folder")
@@ -407,16 +361,6 @@ def test_a_run_in_threads_is_the_run_without(mode: str) -> None:
     settings = [f"amp={mode}", "recipe.chunks=2", *EVERYTHING]
     in_turn = state(run("off", "steps=6", *settings))
     assert not same_but(in_turn, state(run("threads", "steps=6", *settings, *THREADS)))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("own_folder")
-def test_it_learns_and_the_modes_agree() -> None:
-    settings = ["steps=60", "seed=3", "optimizer.lr=0.01", "log_every=20"]
-    accuracy = {mode: summary(run(mode, f"amp={mode}", *settings))["eval"]["accuracy"] for mode in ("fp32", "fp16")}
-    accuracy |= {"threads": summary(run("threads", *settings, *THREADS))["eval"]["accuracy"]}
-    whole = summary(run("whole", *settings, recipe="classification"))["eval"]["accuracy"]
-    assert min(*accuracy.values(), whole) > 0.9, accuracy
 
 
 @pytest.mark.usefixtures("own_folder")

@@ -42,6 +42,8 @@ def test_every_mode_goes_on_from_every_other(capsys):
         folder = run("classification", "a", f"steps={2 * number}", f"amp={mode}", "ema.decay=0.9", "schedule=constant")
         assert state(folder)["progress"]["step"] == 2 * number
         assert torch.isfinite(weights(folder)).all()
+        if mode == "fp16":
+            assert state(folder)["scaler"]["scale"] == 65536.0  # a fresh one
     assert capsys.readouterr().out.count("the checkpoint was made with amp=") == len(order) - 1
 
 

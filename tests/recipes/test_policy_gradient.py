@@ -58,9 +58,6 @@ def mismatch(training: str, engine: str) -> dict[str, float]:
     return {key: value.item() for key, value in distances(learned, sampled).items()}
 
 
-# --- the mismatch -------------------------------------------------------------------------------------------------------
-
-
 def test_bf16_is_8_times_as_far_off_policy_as_fp16_and_fp32_not_at_all() -> None:
     """Rounding is the only cause, and its unit is 2^-11 in fp16, 2^-8 in bf16: 8 to first order, within a factor of 2."""
     found = {mode: mismatch(mode, mode) for mode in UNIT}
@@ -73,9 +70,6 @@ def test_an_engine_in_fp32_helps_little_since_training_rounds_too() -> None:
     """With as many independent roundings in both, one of two would leave 1 / sqrt(2) of the distance."""
     both, one = mismatch("bf16", "bf16"), mismatch("bf16", "fp32")
     assert 0.5 < one["mismatch"] / both["mismatch"] < 1
-
-
-# --- the log-softmax ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", UNIT)
@@ -92,9 +86,6 @@ def test_a_log_softmax_in_16_bits_rounds_what_it_returns(mode: str) -> None:
     if mode != "fp32":
         assert wrong[kept].abs().mean() > UNIT[mode]
         assert wrong[kept].abs().mean() == pytest.approx(2 * UNIT[mode], rel=0.2)
-
-
-# --- the gradient -------------------------------------------------------------------------------------------------------
 
 
 def expected_gradients(logits: Tensor, rewards: Tensor, dtype: torch.dtype, cap: float | None) -> Tensor:
@@ -136,9 +127,6 @@ def test_advantages_of_a_group_have_mean_0_and_are_0_where_all_answers_are_alike
     assert found[:4].tolist() == [0.5, -0.5, -0.5, 0.5] and not found[4:].any()
 
 
-# --- rollouts -----------------------------------------------------------------------------------------------------------
-
-
 def test_symbols_are_sampled_with_their_probabilities() -> None:
     net, num = network(), 4_000
     prompt = Prompts(KNOBS, 1, 0).__getitems__([(0, 0)]).expand(num, -1)
@@ -157,9 +145,6 @@ def test_prompts_are_functions_of_their_index_and_epoch() -> None:
     assert torch.equal(prompts.__getitems__([(5, 1)])[0], both[1]) and not torch.equal(both[0], both[1])
     many = prompts.__getitems__([(i, 0) for i in range(100)])
     assert many.shape == (100, 7) and set(many[:, :6].unique().tolist()) == set(range(8)) and (many[:, 6] == 8).all()
-
-
-# --- runs ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_line_of_metrics_tells_how_far_off_policy_a_run_is() -> None:

@@ -37,7 +37,6 @@ WINDOW = ["accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
 SIX = [*WINDOW, "schedule.horizon=6"]
 RECIPE = pytest.mark.parametrize("recipe", sorted(RECIPES))
 
-# --- settings: the rows of the tables of promises ---------------------------------------------------------------------
 
 Row = tuple[str, list[str]]  # a recipe and its settings
 STATIC = ["amp.dynamic=false", "amp.init_scale=256"]
@@ -80,6 +79,10 @@ RESUMES = {
     "model_parallel, threads, bf16": ("model_parallel", ["amp=bf16", *THREADS]),
     "model_parallel, threads, fp16": ("model_parallel", ["amp=fp16", *THREADS]),
     "classification, 16-bit moments": ("classification", ["amp=fp16", *MLP, *MOMENTS]),
+    **{
+        f"finetuning, {base}": ("finetuning", ["amp=bf16", f"recipe.{base}", "model.options.width=64"])
+        for base in ("adapter=peft", "base=int8", "base=nf4")
+    },
     # Of 12 samples, which six steps draw four times; several files share one.
     "language_model, packed": ("language_model", ["amp=fp16", *FILES, "data.packing=best_fit"]),
     "language_model, cut": ("language_model", ["amp=bf16", *FILES, "data.packing=chunks"]),
@@ -185,6 +188,7 @@ def weights(folder):
 
 ALIKE: dict[str, Row] = {
     **{recipe: (recipe, []) for recipe in sorted(RECIPES)},
+    "language_model, documents of all lengths": ("language_model", FILES),
     # Three passes through one of two networks, and a penalty that is differentiated twice.
     "gan, a graph that is shared": ("gan", ["recipe.share_graph=true", "recipe.penalty=r1", *BOTH]),
     # Augmentation turns slices, and what it turns in is void.
@@ -210,27 +214,30 @@ def _no_statistics():
         _BatchNorm.train = kept
 
 
-def as_rank(rank, port, statistics, argv):
+def as_rank(rank, port, statistics, argv, plant=None):
     """One rank of a run that was started as by torchrun."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
     if not statistics:
         without_statistics()
+    if plant is not None:
+        plant()
     sys.exit(train.main(argv))
 
 
-def on_two_ranks(recipe, folder, *overrides, layout="ddp", statistics=False):
+def on_two_ranks(recipe, folder, *overrides, layout="ddp", statistics=False, plant=None):
     """The same run on two gloo processes, forked from a server that has imported torch and run nothing.
 
     Args:
         statistics: those of the micro-batch, as usual; otherwise BatchNorm is as in evaluation.
+        plant: a function of a module, called in each process before the run.
     """
     port = free_port()
     mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
     layout = "model_parallel" if recipe == "model_parallel" else layout
     argv = arguments(recipe, f"run_dir={folder}", f"layout={layout}", *overrides)
-    context = mp.start_processes(as_rank, (port, statistics, argv), 2, join=False, start_method="forkserver")
+    context = mp.start_processes(as_rank, (port, statistics, argv, plant), 2, join=False, start_method="forkserver")
     while not context.join(timeout=60):
         pass
     assert all(process.exitcode == 0 for process in context.processes)
@@ -323,9 +330,6 @@ def test_settings_that_make_no_sense_are_refused(recipe, setting, message, capsy
     assert message in capsys.readouterr().err and not Path("a").exists()
 
 
-# --- promises ---------------------------------------------------------------------------------------------------------
-
-
 @RECIPE
 @pytest.mark.parametrize("mode", rows(["fp32", "bf16", "fp16"], "fp16"))
 def test_it_runs_and_learns_finite_weights(recipe, mode, whole):
@@ -353,6 +357,9 @@ def test_a_checkpoint_is_evaluated_alone(recipe, whole, capsys):
 @pytest.mark.parametrize("row", rows(RESUMES, "classification bf16", *ALL_IN_FP16, *FEW_BEYOND))
 def test_resume_is_bit_exact(row, whole):
     recipe, settings = RESUMES[row]
+    for part, package in {"adapter": "peft", "base": "bitsandbytes"}.items():
+        if row.startswith(f"finetuning, {part}"):
+            pytest.importorskip(package)
     expected = whole(recipe, *settings)
     run(recipe, "parts", "steps=3", *SIX, *settings)
     parts = run(recipe, "parts", "steps=6", *SIX, *settings)
@@ -432,8 +439,6 @@ def same_up_to_the_order_of_sums(one, other):
     assert difference < 1e-3 * weights(one).abs().max().item(), (other, difference)
 
 
-# --- learning ---------------------------------------------------------------------------------------------------------
-
 MODES = [["amp=fp32"], ["amp=bf16"], ["amp=fp16"]]
 TINY_TEXT = ["data.num_samples=1024", "data.length=64", "batch_size=8", "model.options.heads=1"]
 SCENES = ["data.image_size=28", "data.num_samples=256", "batch_size=8", "recipe.mask_weight=5", "model.options.width=8"]
@@ -449,6 +454,12 @@ PEOPLE = [
 ]
 PEOPLE += ["data.image_size=8", "optimizer=adamw"]
 LEARNS: dict[str, tuple[list[str], list[list[str]], dict[str, tuple[float, float, float]]]] = {
+    "classification": (["steps=60", "seed=3", "optimizer.lr=0.01", "batch_size=8"], MODES, {"accuracy": (0.9, 1, 0.1)}),
+    "model_parallel": (
+        ["steps=60", "seed=3", "optimizer.lr=0.01", "batch_size=8"],
+        [MODES[0], MODES[2], ["amp=bf16", *THREADS]],
+        {"accuracy": (0.9, 1, 0.1)},
+    ),
     "custom_function": (
         ["steps=120", *DIGITS, "batch_size=64", "model.options.width=64", "model.options.features=64"],
         [[*mode, f"model.options.functions={functions}"] for mode in MODES for functions in ("custom", "torch")],

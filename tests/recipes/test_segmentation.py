@@ -51,9 +51,6 @@ def loss_and_grad(loss_fn: Any, z: Tensor, y: Tensor, dtype: torch.dtype) -> tup
     return losses.detach(), z.grad
 
 
-# --- the loss -----------------------------------------------------------------------------------------------------------
-
-
 @REDUCTION
 def test_the_usual_cure_of_the_loss_is_nan_in_fp16_where_the_network_is_confident_and_wrong(reduction: str) -> None:
     y = torch.zeros(1)
@@ -95,9 +92,6 @@ def test_the_fp32_form_is_blind_from_a_logit_of_17_and_the_logits_form_never() -
     torch.testing.assert_close(seeing[1], torch.ones_like(z))
     # In bf16 and fp16 the logits are those of a layer, and as many survive.
     assert (loss_and_grad(LOSSES["logits"], z, y, FP16)[1] == 1).all()
-
-
-# --- weights of pixels --------------------------------------------------------------------------------------------------
 
 
 def a_mask_with_void() -> Tensor:
@@ -147,16 +141,10 @@ def test_pixels_in_both_predicted_and_true_are_counted_without_void() -> None:
     assert overlap(logits, masks).tolist() == [[2], [4], [4]]
 
 
-# --- the network --------------------------------------------------------------------------------------------------------
-
-
 def unet(image_shape: tuple[int, int, int] = (3, 16, 16), num_masks: int = 1, **options: Any) -> nn.Module:
     return build_model(
         "unet", MODELS, image_shape=image_shape, num_masks=num_masks, options={"width": 4, "depth": 2} | options
     )
-
-
-# --- what a network says about itself -----------------------------------------------------------------------------------
 
 
 class RootMeanSquare(nn.Module):
@@ -225,9 +213,6 @@ def test_the_networks_of_this_project_are_safe_and_fast() -> None:
         nets += [build_model(n, CLASSIFIERS, options={}, **CLASSIFIERS.example) for n in ("cnn", "mlp", "resnet18")]
     for net in nets:
         assert find_unsafe(net) == find_slow(net) == []
-
-
-# --- data ---------------------------------------------------------------------------------------------------------------
 
 
 def sample(dataset: Any, *keys: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -51,9 +51,6 @@ def with_a_short_one() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(3, 5, NUM_CLASSES), samples(5).expand(3), symbols
 
 
-# --- features -----------------------------------------------------------------------------------------------------------
-
-
 def test_features_are_those_of_float64() -> None:
     """At most as far off as the rounding errors of a Fourier transform, which are relative to the loudest bin."""
     waves, _, _ = utterances()
@@ -107,9 +104,6 @@ def test_a_run_without_the_island_takes_no_step_in_fp16(monkeypatch: pytest.Monk
     assert summary(run("wrong", *settings, "amp.init_scale=1", code=5))["skipped"] == 4
 
 
-# --- log-probabilities --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_log_probabilities_in_16_bits_are_off_by_the_same_amount_in_every_frame(dtype: torch.dtype) -> None:
     """Of a network that knows nothing each is -log(17) = -2.8332; the loss of 400 frames is off by 400 roundings."""
@@ -124,9 +118,6 @@ def test_log_probabilities_in_16_bits_are_off_by_the_same_amount_in_every_frame(
     bound = 4 * num * UNIT[torch.float32] * exact
     rounding = num * (torch.tensor(math.log(NUM_CLASSES)).to(dtype).item() - math.log(NUM_CLASSES)) / 3
     assert abs(right - exact) < bound < abs(rounding) and wrong - exact == pytest.approx(rounding, abs=bound)
-
-
-# --- too short ----------------------------------------------------------------------------------------------------------
 
 
 def test_losses_are_sums_over_all_paths_and_an_utterance_without_a_path_is_too_short() -> None:
@@ -189,9 +180,6 @@ def test_one_that_is_too_short_costs_the_step_at_any_loss_scale(monkeypatch: pyt
     assert summary(run("wrong", *settings))["skipped"] == sum(infinite) > 0
     _, lengths, symbols = utterances(640)  # all of an epoch, each in one window
     assert sum(infinite) <= (num_frames(lengths) < frames_needed(symbols)).sum() < 10
-
-
-# --- data and decoding --------------------------------------------------------------------------------------------------
 
 
 def test_an_utterance_is_a_function_of_its_number_and_the_epoch() -> None:

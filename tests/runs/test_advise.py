@@ -161,9 +161,6 @@ def test_copies_that_block_a_gpu_are_waits(source: str, target: str, shape: tupl
     assert ["non_blocking" in each.advice for each in find_waits(window(op, device="cuda"))] == [True] * blocks
 
 
-# --- of recipes -------------------------------------------------------------------------------------------------------
-
-
 def advice(capsys: pytest.CaptureFixture[str], *settings: str) -> dict[str, Any]:
     """The findings by title, with what was measured under ""."""
     assert doctor.main(["advise", "--json", "advice.json", *SMALL_RUN, *settings]) == 0

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from running import lines, state, summary, wait_until
+from small import RUN
 
 from amp_core.run import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts" / "slurm").glob("*.sbatch"))
-SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
-SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1000000", "eval_every=1000000", "log_every=1"]
+SMALL = [*RUN, "save_every=1000000", "eval_every=1000000", "log_every=1"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

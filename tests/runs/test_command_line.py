@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from test_hints import WORKS
 from tiers import rows
 
 import amp_core
@@ -70,16 +72,15 @@ NO_SUCH_NAME += ["schedule.name=ReduceLROnPlateau", "schedule.name=LambdaLR", "m
 NO_SUCH_NAME += ["recipe.name=clasification", "resume=/no/such/folder", "optimizer.options.momentum=0.9"]
 NO_SUCH_NAME += ["schedule.options.gama=0.1", "model.options.witdh=8", "model.options.weights=IMAGENET1K_V1"]
 
-BAD_SYNTAX = ["=", "=5", "steps", "steps 5", "[", "{", "amp.keep_fp32=[a", "amp.keep_fp32=a]", "steps=["]
-BAD_SYNTAX += ["debug.inject={"]
-BAD_SYNTAX += ["a=b=", "steps=${nothing}", "steps=${oc.env:NO_SUCH_VARIABLE_HERE}", "steps=???", "~steps", "~amp"]
-BAD_SYNTAX += ["~model"]
-BAD_SYNTAX += ["amp@other=fp16", "+model@x=cnn", "amp=fp16 amp", "'", '"', "seed==1", "++", "+", "~", "steps=\x00"]
-BAD_SYNTAX += ["steps=\udcff\udcfe", "\udcff=1", "+new=1", "+new.key=1", "++amp.other=1", "amp=fp16,bf16"]
-BAD_SYNTAX += ["model.options={_target_: os.system}", "+recipe._target_=os.system", "+model.options._target_=os.system"]
-BAD_SYNTAX += ["steps=range(1,3)", "seed=choice(1,2)", "amp=[fp16]", "hydra.job.chdir=true"]
-BAD_SYNTAX += ["hydra.sweep.subdir=x", "hydra/launcher=joblib", "hydra.verbose=true", "--dry-run", "--amp=fp16", "-x"]
-BAD_SYNTAX += ["-\u1346\u1e7ebW!mg"]
+BAD_SYNTAX = [
+    "=", "=5", "steps", "steps 5", "[", "{", "amp.keep_fp32=[a", "amp.keep_fp32=a]", "steps=[", "debug.inject={",
+    "a=b=", "steps=${nothing}", "steps=${oc.env:NO_SUCH_VARIABLE_HERE}", "steps=???", "~steps", "~amp", "~model",
+    "amp@other=fp16", "+model@x=cnn", "amp=fp16 amp", "'", '"', "seed==1", "++", "+", "~", "steps=\x00",
+    "steps=\udcff\udcfe", "\udcff=1", "+new=1", "+new.key=1", "++amp.other=1", "amp=fp16,bf16",
+    "model.options={_target_: os.system}", "+recipe._target_=os.system", "+model.options._target_=os.system",
+    "steps=range(1,3)", "seed=choice(1,2)", "amp=[fp16]", "hydra.job.chdir=true", "hydra.sweep.subdir=x",
+    "hydra/launcher=joblib", "hydra.verbose=true", "--dry-run", "--amp=fp16", "-x", "-\u1346\u1e7ebW!mg",
+]  # fmt: skip
 
 HSDP = ["layout=hsdp", "layout.shard_size=2", "layout.nproc_per_node=2"]
 PAIRS = {
@@ -460,3 +461,38 @@ def test_without_the_number_of_ranks_of_a_machine_all_have_equally_many(machines
             monkeypatch.delenv(name)
     check_variables()
     assert os.environ["LOCAL_WORLD_SIZE"] == here
+
+
+DAMAGES = [*"=:@+~'\"\\\0\n\t ,.[]{}$é", "==", "++"]
+VALUES = [
+    "1e308", "-1e308", "1e999", "1e-400", "nan", "-inf", "1_000", "0x10", "0b1", "1e", "٣", f"{2**63}", f"{10**40}", "null", "''", "a b",
+    "~", "/proc/self/mem", "/dev/null", "~root", "-", "*", "[]", "{}", "[[1]]", "{a: {b: [1]}}", "[null]", "{null: 1}", "{1: 2}", "[,]",
+    "(1)", "choice(1)", "glob(*)", "sort(1,2)", "json_str(1)", "${steps}", "${amp.name}", "${oc.env:HOME}", "${oc.decode:1}", "${", "${}",
+    "${now:%Y}", "${.name}", "${..seed}", "\\${steps}",
+]  # fmt: skip
+SIZES = ("width", "depth", "image_size", "num_samples", "length", "num_classes")
+"""A random number of gigabytes says nothing about the checks."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_command_lines_that_are_damaged_at_random_are_refused_in_one_message_or_planned(part, own_folder, capfd):
+    known = [*(text for line in WORKS for text in line.split()), *(text for line in MALFORMED for text in line)]
+    pool = [text for text in known if text not in ("-m", "--multirun", "hydra.mode=MULTIRUN")]  # a sweep makes a folder
+    pool += [f"{key}=" for key in LEAVES if not key.endswith(SIZES)]
+    rng = random.Random(part)
+    for _ in range(60):
+        line = rng.sample(pool, rng.choice([1, 1, 2, 3]))
+        at = rng.randrange(len(line))
+        line[at] += rng.choice(VALUES) if line[at].endswith("=") else ""
+        where = rng.randrange(len(line[at]) + 1)
+        if rng.random() < 0.4:
+            line[at] = line[at][:where] + rng.choice(DAMAGES) + line[at][where + rng.randrange(2) :]
+        try:
+            code = train.main([*line, "dry_run=true", "device=cpu"])
+        except SystemExit as end:  # of argparse
+            code = end.code or 0
+        out, err = capfd.readouterr()
+        assert code in (0, 2) and "Traceback" not in out + err and len(err) < 5000, (line, err)
+        assert out if code == 0 else err.startswith("error: ") and err.count("error: ") == 1, (line, out, err)
+        assert not list(own_folder.iterdir()), line

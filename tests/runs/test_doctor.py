@@ -64,12 +64,6 @@ class Fragile(nn.Module):
         return self.net(x)
 
 
-# --- a plain loop -----------------------------------------------------------------------------------------------------
-
-
-# --- when it is called -------------------------------------------------------------------------------------------------
-
-
 def test_one_skipped_step_calls_it_without_a_scale_and_not_with_one(tmp_path):
     inject = "debug.inject={where: batch, step: 3, value: nan}"
     assert start(tmp_path / "bf16", "amp=bf16", "steps=10", inject) == 0
@@ -143,9 +137,6 @@ def test_healing_that_cannot_be_is_said(tmp_path, capsys):
     assert "doctor=heal only reports in amp=fp32" in capsys.readouterr().out
 
 
-# --- it leaves no trace ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", rows(["bf16", "fp32"], "bf16"))
 def test_a_watched_run_ends_with_the_bits_of_one_that_is_not(tmp_path, mode):
     common = ["steps=20", f"amp={mode}", "ema.decay=0.9", "debug.inject={where: activation, step: 8, value: inf}"]
@@ -175,9 +166,6 @@ def test_a_fault_that_is_gone_is_found_from_the_start_or_the_last_checkpoint(tmp
     assert report["weights"].endswith(f"trained again from step {4 if save_every == 4 else 0}")
     assert start(tmp_path / "alone", "doctor=off", *common) == 0
     assert not same_but(state(tmp_path / "watched"), state(tmp_path / "alone"))
-
-
-# --- healing -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -250,9 +238,6 @@ def test_training_that_diverges_is_no_question_of_the_loss_scale_or_of_the_norm(
     assert (report["cause"], len(report["fixes"])) == ("training diverges", 1)
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------
-
-
 class LoudInEvaluation(nn.Module):
     def forward(self, x):
         return x if self.training else x * 1e9
@@ -274,35 +259,6 @@ def test_an_overflow_in_evaluation_alone_is_named_with_its_module(task, tmp_path
     assert task == "train" or summary(tmp_path) == before
     # In fp32 both are finite.
     assert start(tmp_path / "fp32", "amp=fp32", "steps=2") == 0
-
-
-class HalvesInEvaluation(nn.Linear):
-    """Its own line makes fp16, in every mode."""
-
-    def forward(self, x):
-        return super().forward(x) if self.training else super().forward((x.half() * 6e4 * 6e4).to(x.dtype))
-
-
-@pytest.mark.parametrize("mode", ["fp16", "bf16"])
-def test_bf16_is_no_advice_for_a_line_of_an_evaluation_that_makes_fp16_by_itself(mode, tmp_path, monkeypatch, capsys):
-    build = recipes.classification.build_model
-    monkeypatch.setattr(
-        recipes.classification, "build_model", lambda *a, **k: build(*a, **k).append(HalvesInEvaluation(10, 10))
-    )
-    assert start(tmp_path, f"amp={mode}", "steps=2") == 5
-    said = capsys.readouterr().err
-    assert "Not finite in evaluation alone: overflow in" in said and "Try: the program itself, not autocast" in said
-    assert "use bf16" not in said
-
-
-def test_an_evaluation_that_is_not_finite_ends_with_5_without_a_doctor(tmp_path, monkeypatch, capsys):
-    build = recipes.classification.build_model
-    monkeypatch.setattr(
-        recipes.classification, "build_model", lambda *a, **k: build(*a, **k).append(LoudInEvaluation())
-    )
-    assert start(tmp_path, "amp=fp16", "steps=2", "doctor=off") == 5
-    assert start(tmp_path, "amp=fp16", "steps=2", "doctor=off", "task=evaluate") == 5
-    assert "expected finite metrics. Lower optimizer.lr" in capsys.readouterr().err
 
 
 class BadInOneWorker:
@@ -359,22 +315,6 @@ def test_a_gate_ends_the_run_at_the_first_bad_step_and_names_the_module(mode, ca
         and "1 steps in a row up to step 3" in said
         and "aten.add in 0, amp_core/run/inject.py" in said
     ), said
-
-
-def test_a_run_whose_optimizer_makes_weights_nan_is_told_so_and_its_cure_mends_it(tmp_path, caplog):
-    settings = [
-        "model=mlp",
-        "optimizer.name=Adam",
-        "optimizer.options={eps:0}",
-        "steps=5",
-        "amp=fp32",
-        "optimizer.weight_decay=0",
-    ]
-    assert start(tmp_path / "a", *settings)
-    report = reports(tmp_path / "a")[0]
-    assert (report["step"], report["cause"]) == (1, "poisoned by the optimizer") and "because eps=0." in report["why"]
-    override = report["fixes"][0]["override"]
-    assert not start(tmp_path / "b", *settings, override)
 
 
 PURE = [["amp=bf16_pure", f"amp.update={update}"] for update in ("stochastic", "kahan", "nearest")]

@@ -298,9 +298,6 @@ def test_a_loss_scale_below_one_is_tried():
     assert located(nn.Linear(8, 4), batch, "fp16", heavy, init_scale=fits / 4, min_scale=fits / 4) is None
 
 
-# --- ranges -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "values, ends",
     [

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import same, state_of
+from loops import amps_step, same, state_of, torchs_step
 from running import same_but, state, summary
 from test_doctor import reports, start
 from torch import nn
@@ -53,31 +53,12 @@ def loss_of(net, x):
 
 def amps_loop(net, optimizer, x, losses, scale=8.0):
     amp = Amp.named("fp16", init_scale=scale)
-
-    def step():
-        with amp.autocast():
-            loss = loss_of(net, x)
-        losses.append(loss.item())
-        amp.backward(loss)
-        amp.step(optimizer)
-        amp.update()
-        amp.zero_grad(optimizer)
-
-    return amp, step
+    return amp, amps_step(amp, optimizer, lambda: loss_of(net, x), losses)
 
 
 def torchs_loop(net, optimizer, x, losses, scale=8.0):
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-
-    def step():
-        with torch.autocast("cpu", torch.float16):
-            loss = loss_of(net, x)
-        losses.append(loss.item())
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
+    step = torchs_step(optimizer, lambda: loss_of(net, x), scaler=scaler, zeroes="last", losses=losses)
     return Amp.named("fp16"), step
 
 
@@ -167,16 +148,11 @@ def test_a_fix_with_which_no_weight_moves_is_none(dtype):
     optimizer, amp = torch.optim.SGD(net.parameters(), 0.1), Amp.named("fp16", init_scale=16.0)
     losses = list[float]()
 
-    def step():
-        with amp.autocast():
-            p = net(x).sigmoid() + 0.5
-            loss = 1 - (2 * (p * targets.to(p.dtype)).sum() + 1) / (p.sum() + targets.sum() + 1)
-        losses.append(loss.item())
-        amp.backward(loss.float())
-        amp.step(optimizer)
-        amp.update()
-        amp.zero_grad(optimizer)
+    def dice():
+        p = net(x).sigmoid() + 0.5
+        return (1 - (2 * (p * targets.to(p.dtype)).sum() + 1) / (p.sum() + targets.sum() + 1)).float()
 
+    step = amps_step(amp, optimizer, dice, losses)
     diagnosis = Doctor(amp, net).locate(step, x)
     assert diagnosis is not None and diagnosis.cause == "overflow in a reduction"
     tried = [fix for fix in diagnosis.fixes if fix.verified]
@@ -198,17 +174,7 @@ def test_a_fix_with_which_the_loss_grows_is_none(rate, diverges):
     optimizer, amp = torch.optim.SGD(net.parameters(), rate), Amp.named("fp16", init_scale=1.0)
     with torch.no_grad():
         net.weight.mul_(1e5)
-
-    def step():
-        with amp.autocast():
-            loss = net(x).float().square().mean()
-        losses.append(loss.item())
-        amp.backward(loss)
-        amp.step(optimizer)
-        amp.update()
-        amp.zero_grad(optimizer)
-
-    diagnosis = Doctor(amp, net).locate(step, x)
+    diagnosis = Doctor(amp, net).locate(amps_step(amp, optimizer, lambda: net(x).float().square().mean(), losses), x)
     assert diagnosis is not None
     assert (diagnosis.cause == "training diverges", "tried" in str(diagnosis)) == (diverges, not diverges)
     assert ("the loss grows from" in diagnosis.why and "it grows, too" in diagnosis.why) == diverges
@@ -231,14 +197,10 @@ def test_a_loss_scale_that_the_next_step_breaks_is_lowered(monkeypatch):
     optimizer = torch.optim.SGD([{"params": net.parameters(), "lr": 0.0}, {"params": [factor], "lr": 1.0}])
     amp, x = Amp.named("fp16", init_scale=2.0**24), torch.randn(8, 4)
 
-    def step():
-        with amp.autocast():
-            loss = net(x).float().sum() * factor.detach() - 3 * factor * (factor.detach() < 2)
-        amp.backward(loss)
-        amp.step(optimizer)
-        amp.update()
-        amp.zero_grad(optimizer)
+    def loss():
+        return net(x).float().sum() * factor.detach() - 3 * factor * (factor.detach() < 2)
 
+    step = amps_step(amp, optimizer, loss)
     lasting = Doctor(amp, net).locate(step, x)
     monkeypatch.setattr(fixes, "STEPS", 1)
     first = Doctor(amp, net).locate(step, x)
@@ -311,16 +273,8 @@ def test_a_diagnosis_computes_as_few_windows_as_it_needs(net, loss, mode, window
     amp = Amp.named(mode, **({"init_scale": 8.0} if mode == "fp16" else {}))
     optimizer = torch.optim.SGD(net.parameters(), 1e-12)
 
-    def step():
-        count.append(1)
-        with amp.autocast():
-            y = net(x)
-        amp.backward(loss(y).float() * 1e-9)
-        amp.step(optimizer)
-        amp.update()
-        amp.zero_grad(optimizer)
-
-    diagnosis = Doctor(amp, net).locate(step, x)
+    step = amps_step(amp, optimizer, lambda: loss(net(x)).float() * 1e-9)
+    diagnosis = Doctor(amp, net).locate(lambda: (count.append(1), step()), x)
     is_healthy = type(net) is nn.Linear and loss is torch.mean and bool(net.weight.isfinite().all())
     assert (diagnosis is None) == is_healthy and len(count) == windows
 
@@ -351,15 +305,7 @@ def test_a_fix_with_another_loss_than_fp32_has_is_widened():
     amp, optimizer = Amp.named("fp16", init_scale=1.0), torch.optim.SGD(net.parameters(), 1e-9)
     losses = []
 
-    def step():
-        with amp.autocast():
-            loss = net(x)
-        losses.append(loss.item())
-        amp.backward(loss)
-        amp.step(optimizer)
-        amp.update()
-        amp.zero_grad(optimizer)
-
+    step = amps_step(amp, optimizer, lambda: net(x), losses)
     with torch.no_grad():
         exact = net(x).item()
     diagnosis = Doctor(amp, net).locate(step, x)
@@ -368,31 +314,3 @@ def test_a_fix_with_another_loss_than_fp32_has_is_widened():
     fixed = keep_fp32(copy.deepcopy(net))
     with amp.autocast():
         assert fixed(x).item() == pytest.approx(exact, rel=1e-5)
-
-
-def test_an_eps_with_which_the_loss_jumps_is_not_advised():
-    torch.manual_seed(0)
-    net, x = nn.Linear(4, 2).half(), torch.randn(8, 4).half()
-    optimizer, losses = torch.optim.Adam(net.parameters(), 0.1), []
-
-    def step():
-        loss = (net(x).float() ** 2).mean()
-        losses.append(loss.item())
-        (loss * 1e-5).backward()  # so small that their squares are 0 in float16
-        optimizer.step()
-        optimizer.zero_grad()
-
-    diagnosis = Doctor(Amp.named("fp32"), net).locate(step, x)
-    assert diagnosis is not None and diagnosis.cause == "poisoned by the optimizer"
-    (fix,) = diagnosis.fixes
-    assert fix.verified and fix.python == "eps=0.0001"
-    for eps, is_sound in ((1e-7, False), (1e-4, True)):
-        own, trained = copy.deepcopy(net), []
-        adam = torch.optim.Adam(own.parameters(), 0.1, eps=eps)
-        for _ in range(fixes.STEPS):
-            loss = (own(x).float() ** 2).mean()
-            trained.append(loss.item())
-            (loss * 1e-5).backward()
-            adam.step()
-            adam.zero_grad()
-        assert all(map(math.isfinite, trained)) and (max(trained) < 2 * trained[0]) is is_sound

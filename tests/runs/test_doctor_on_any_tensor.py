@@ -49,9 +49,6 @@ def said(caplog):
     return [record for record in caplog.records if record.name == "amp_recipes"]
 
 
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
 def per_sample(net, x):
     """Gradients per sample: torch.func casts the number 0.0, which is no tensor."""
     params = {name: p * 1.0 for name, p in net.named_parameters()}
@@ -141,9 +138,6 @@ def test_the_output_of_a_network_within_vmap_tells_of_a_step_that_ends_early():
     assert diagnosis is not None and (diagnosis.cause, diagnosis.module) == ("overflow in fp32", "1")
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
 def inference(values):
     with torch.inference_mode():
         return values.clone()
@@ -204,9 +198,6 @@ def test_a_batch_of_any_kind_is_looked_at_and_left_as_it_was(kind, is_used, capl
     else:
         assert diagnosis is not None and diagnosis.cause in ("bad input", "poisoned tensor", "infinite constant")
         assert diagnosis.cause == "bad input" or kind in ("jagged", "mkldnn")
-
-
-# --- the last resort --------------------------------------------------------------------------------------------------
 
 
 class Sealed(torch.Tensor):

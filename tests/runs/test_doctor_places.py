@@ -29,9 +29,6 @@ def line_of(diagnosis):
     return HERE.read_text().splitlines()[int(number) - 1].strip()
 
 
-# --- places -----------------------------------------------------------------------------------------------------------
-
-
 class Steep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -180,18 +177,12 @@ def test_a_fault_in_torch_func_has_its_line(transformed):
         assert line_of(diagnosis) == "y = y * 1e30  # inside"
 
 
-# --- gradients that no step takes -------------------------------------------------------------------------------------
-
-
 def test_gradients_that_no_step_takes_are_examined_too():
     net, amp = nn.Linear(8, 8), Amp.named("fp32")
     x = torch.randn(4, 8)
     diagnosis = Doctor(amp, net).locate(lambda: amp.backward(Steep.apply(net(x)).mean()))
     assert diagnosis is not None and diagnosis.phase == "backward"
     assert Doctor(amp, net).locate(lambda: amp.backward(net(x).mean())) is None
-
-
-# --- steps that it cannot examine -------------------------------------------------------------------------------------
 
 
 class OfCurvature(torch.optim.Optimizer):
@@ -331,13 +322,6 @@ def test_a_graph_of_the_gradients_is_no_obstacle(factor, cause):
     diagnosis = Doctor(Amp.named("fp32"), net).locate(lambda: by_backward(net, optimizer, x * factor), x)
     assert (diagnosis and diagnosis.cause) == cause
     assert same(everything(net, optimizer), before)
-
-
-def test_a_step_without_a_backward_pass_is_not_called_finite():
-    net, amp = dense(), Amp.named("fp32")
-    optimizer = SGD(net.parameters())
-    with pytest.raises(RuntimeError, match="told of no loss and of no gradients"):
-        Doctor(amp, net).locate(lambda: amp.step(optimizer))
 
 
 @pytest.mark.parametrize("zeroes", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from planting import Spoilt
 from small import COMMON, SMALL
 from test_recipes import on_two_ranks
 from tiers import rows
@@ -23,7 +24,6 @@ import recipes.classification
 import train
 from amp_core import Amp, Doctor
 from amp_core.data import Data, build_data
-from amp_core.data.loading import Key
 from amp_core.doctor.silent import Silent
 from amp_tools.zeros import Zero, find_zeros
 from recipes import RECIPES
@@ -179,38 +179,14 @@ def test_a_silent_fault_is_reported_once_and_its_cure_ends_the_warning(fault: Fa
     assert warnings_of("unwatched", *settings, "doctor=off", code=fault.code) == []
 
 
-class _Spoilt:
-    """A data set, one sample of which is not finite."""
-
-    def __init__(self, data: Any, spoilt: int) -> None:
-        self.data, self.spoilt = data, spoilt
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitems__(self, keys: Sequence[Key]) -> Any:
-        images, labels, *rest = self.data.__getitems__(keys)
-        for row, (sample, _) in enumerate(keys):
-            if sample == self.spoilt:
-                images[row] = torch.nan
-        return (images, labels, *rest)
-
-
 def test_a_sample_of_the_evaluation_that_is_not_finite_is_named(monkeypatch: Any) -> None:
     def build(*args: Any, **settings: Any) -> Data:
         data = build_data(*args, **settings)
-        return dataclasses.replace(data, eval=_Spoilt(data.eval, 77))
+        return dataclasses.replace(data, eval=Spoilt(data.eval, {77: torch.nan}))
 
     monkeypatch.setattr(recipes.classification, "build_data", build)
     (warning,) = warnings_of("faulty", *SHORT, "data.num_samples=320", "eval_every=4", code=5)
     assert "loss of the evaluation is not finite: samples 77 of the evaluation data" in warning
-
-
-def test_bf16_weights_that_move_give_no_warning(monkeypatch: Any) -> None:
-    """As those of the average that does not."""
-    (fault,) = [fault for fault in FAULTS if "average" in fault.name]
-    monkeypatch.setattr(recipes.classification, "build_model", lambda *_, **__: fault.build())
-    assert warnings_of("no average", *SHORT, *fault.settings.split()[:-2]) == []
 
 
 HEALTHY = [(recipe, mode) for recipe in sorted(RECIPES) for mode in ("fp32", "bf16", "fp16")]
@@ -256,9 +232,6 @@ def test_the_step_of_a_log_line_waits_no_more_often_when_it_is_watched(mode: str
         return nums[1] - nums[0]
 
     assert more("watch") == more("off")
-
-
-# --- the operation that makes zeros -----------------------------------------------------------------------------------
 
 
 def zeros_of(model: nn.Module, mode: str, scale: float = 1.0, least: float = 0.5) -> list[Zero]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
-from collections.abc import Iterator
+import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,9 @@ import pytest
 import torch
 from PIL import Image
 from running import refused_before_the_start, same_but, state, summary
+from test_recipes import run
 from tiers import rows
-from torch import Tensor
 
-import amp_core.data.images as images_module
 import train
 from amp_core.config.checks import check_data
 from amp_core.config.errors import RunError
@@ -30,6 +27,7 @@ from amp_core.data.images import ArrayImages, ImageFiles, crop_flip, shift_rotat
 from amp_core.data.loading import to_device
 from amp_core.run.meters import Clock
 from amp_core.vision import import_torchvision
+from recipes import classification
 
 
 def stored(augment: Any, **options: Any) -> tuple[ArrayImages, ArrayImages]:
@@ -101,36 +99,6 @@ def test_parts_cut_on_the_device_are_nearly_those_of_the_loader(tmp_path: Path) 
     assert (images.flip(-1) - expected).abs().mean() > 10 * (images - expected).abs().mean()  # it would be seen
 
 
-def test_files_are_decoded_into_memory_that_no_stream_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision does not wait for the present stream: it is one that was waited for, and training waits for it."""
-    _, on_device, keys = file_parts(tmp_path)
-    files, labels = on_device.__getitems__(keys)
-    told: list[str] = []
-
-    @contextlib.contextmanager
-    def stream(side: Any) -> Iterator[None]:
-        told.append("begin")
-        yield
-        told.append("end")
-
-    def decode_jpeg(contents: list[Tensor], **_: Any) -> list[Tensor]:
-        told.append("decode")
-        return [torch.zeros(3, 100, 100, dtype=torch.uint8)] * len(contents)
-
-    torchvision = SimpleNamespace(io=SimpleNamespace(decode_jpeg=decode_jpeg, ImageReadMode=SimpleNamespace(RGB=1)))
-    monkeypatch.setattr(images_module, "import_torchvision", lambda: torchvision)
-    side = SimpleNamespace(synchronize=lambda: told.append("side is idle"))
-    training = SimpleNamespace(wait_stream=lambda other: told.append("training waits" if other is side else "?"))
-    monkeypatch.setattr(images_module, "_decoding_stream", lambda device: side)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, user: told.append("kept for training"))
-    on_cuda: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    images, same = on_device.finish((files, on_cuda))
-    assert same is on_cuda and images.shape == (len(labels), 3, 32, 32)
-    assert told == ["side is idle", "begin", "decode", "end", "training waits", "kept for training"]
-
-
 def test_files_are_decoded_by_torchvision(tmp_path: Path) -> None:
     by_loader, on_device, keys = file_parts(tmp_path)
     try:
@@ -180,72 +148,40 @@ def test_evaluation_data_are_left_to_the_loader() -> None:
     assert data.finish is not None and data.eval.__getitems__([(0, 0)])[0].is_floating_point()
 
 
-NOISY = """
-import random
-
-import numpy as np
-import torch
-from torch import nn
-
-from amp_core import Amp
-from amp_core.config.schema import RecipeConfig as Knobs
-from amp_core.data import Data
-from amp_core.models import Family
-from amp_core.run.recipe import Loop, build_model, build_optimizer, build_schedule
-
-DATA = "own"
-MODELS = Family(what="a line", builders={"own": lambda: nn.Linear(3, 1)}, example={})
-
-def noise():
-    return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
-
-class Drawn:
-    def __len__(self):
-        return 10
-
-    def __getitems__(self, keys):
-        return torch.stack([noise() for _ in keys])
-
-def run(cfg, env):
-    data = Data(Drawn(), Drawn(), facts={}, finish=lambda batch: batch + noise())
-    amp, model = Amp(cfg.amp, env.device), build_model("own", MODELS, options={})
-    optimizer = build_optimizer(cfg.optimizer, model)
-    schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
-
-    def train_step(window):
-        loss = sum((model(micro.batch + noise()).square().mean() for micro in window), torch.zeros(()))
-        amp.backward(loss)
-        report = amp.step(optimizer)
-        amp.update()
-        amp.zero_grad(optimizer)
-        schedule.advance(report)
-        return report, loss.detach()
-
-    loop = Loop(env, data, amp=amp, model=model, optimizer=optimizer, schedule=schedule, evaluate=lambda net: {"loss": 0.0})
-    for window in loop.windows():
-        report, loss = loop.run(train_step, window)
-        loop.log(report, loss=loss)
-    return loop.eval
-"""
-"""Draws from every global generator, as Mixup and packages of augmentations do: in the data set, after it, in the step."""
-NOISY_YAML = """# @package _global_
-defaults:
-  - override /model: own
-  - override /data: own
-recipe: {name: noisy, length: 4 steps, best: loss, best_is: min}
-"""
+def noise() -> float:
+    """Of every global generator, as Mixup and packages of augmentations draw."""
+    return random.random() + np.random.rand() + torch.rand(()).item()
 
 
-def test_a_run_that_draws_from_global_generators_resumes_bit_exactly(own_folder: Path) -> None:
-    folder = own_folder / "mine" / "recipe"
-    folder.mkdir(parents=True)
-    (folder / "noisy.py").write_text(NOISY)
-    (folder / "noisy.yaml").write_text(NOISY_YAML)
-    common = ["--config-dir", str(folder.parent), "recipe=noisy", "device=cpu", "batch_size=4", "accumulation=2"]
-    common += ["log.progress=false", "schedule.horizon=4"]
+class Noisy:
+    """A data set that draws."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, keys: Any) -> Any:
+        images, *rest = self.data.__getitems__(keys)
+        return (images + noise(), *rest)
+
+
+def test_a_run_that_draws_from_global_generators_resumes_bit_exactly(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the data set, after it, and in the step."""
+    build, loss = classification.build_data, classification.F.cross_entropy
+
+    def build_noisy(*args: Any, **kwargs: Any) -> Any:
+        data = build(*args, **kwargs)
+        return dataclasses.replace(data, train=Noisy(data.train), finish=lambda batch: (batch[0] + noise(), *batch[1:]))
+
+    monkeypatch.setattr(classification, "build_data", build_noisy)
+    monkeypatch.setattr(classification.F, "cross_entropy", lambda *args, **named: loss(*args, **named) * noise())
 
     def trained(name: str, steps: int, num_workers: int) -> Any:
-        assert train.main([*common, f"run_dir={name}", f"steps={steps}", f"data.num_workers={num_workers}"]) == 0
+        run("classification", name, f"steps={steps}", "schedule.horizon=4", f"data.num_workers={num_workers}")
         return state(name)
 
     whole = trained("whole", 4, 0)

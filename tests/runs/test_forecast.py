@@ -61,9 +61,6 @@ def plant(monkeypatch: pytest.MonkeyPatch, recipe: str, layer: str, power: int) 
     monkeypatch.setattr(module, "build_model", planted)
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
 def test_shares_are_those_of_a_cast() -> None:
     torch.manual_seed(0)
     values = torch.randn(20_000) * 2.0 ** torch.randint(-44, 10, (20_000,))
@@ -144,9 +141,6 @@ def test_imitation_loses_what_fp16_loses() -> None:
     fp16 = [int((weight.half() == 0).sum()) for weight in net.parameters()]
     assert sorted(zeros[torch.bfloat16, 1.0]) == sorted(fp16)
     assert sum(zeros[torch.bfloat16, None]) == 0 < sum(fp16)
-
-
-# --- forecasts --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", rows(["classification", "language_model", "segmentation"], "language_model"))
@@ -255,9 +249,6 @@ def test_a_score_is_counted() -> None:
     assert (score.precision, score.recall) == (pytest.approx(1 / 3), 1 / 2)
     assert "missed: d; not needed: a, c" in str(score)
     assert Score([], []).precision == Score([], []).recall == 1.0
-
-
-# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_table_json_and_picture(

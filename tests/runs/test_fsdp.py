@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from waits import Waits
 
-from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, keep_fp32, sync_grads
+from amp_core import Amp, Clip, Ema, Schedule, keep_fp32, sync_grads
 from amp_core.checkpoints.parts import gather_full_state
-from amp_core.checkpoints.reading import read
 from amp_core.config.errors import ConfigError
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
@@ -129,9 +128,6 @@ def close(a: Any, b: Any, tolerance: float) -> None:
         torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
 
 
-# --- the same numbers in every layout
-
-
 def trained(rank: int, layout: str, clips: list[Clip | None]) -> list[Any]:
     found = []
     for mode in MODES:
@@ -222,9 +218,6 @@ def test_an_optimizer_of_whole_matrices_is_refused(on_ranks: OnRanks) -> None:
     assert all("Adafactor factors the moments of whole matrices" in text for text in on_ranks(by_muon))
 
 
-# --- skipped steps
-
-
 def with_a_bad_gradient(rank: int, bad_rank: int | None, mode: str) -> list[Any]:
     found = []
     for fused in (True, False):
@@ -291,9 +284,6 @@ def test_statistics_are_put_back_on_all_ranks(bad_rank: int, on_ranks: OnRanks) 
     assert same(found, on_ranks(with_statistics, None))
     for net, ema in found:
         assert net["2.mask"].tolist() == ema["2.mask"].tolist() == [-torch.inf, torch.inf, 0.5]
-
-
-# --- what a step costs
 
 
 class Collectives(TorchDispatchMode):
@@ -382,63 +372,6 @@ def test_no_16bit_copy_of_the_weights_waits_for_the_backward_pass(on_ranks: OnRa
     """Gathered in fp32 and cast by autocast they would: all of them at a time, on every rank."""
     in_16bit = 2 * sum(p.numel() for m in gpt().modules() if isinstance(m, nn.Linear) for p in m.parameters())
     assert on_ranks(kept, torch.bfloat16)[0] < 0.2 * in_16bit < in_16bit < on_ranks(kept, None)[0]
-
-
-# --- checkpoints move between layouts
-
-
-def saved(rank: int, layout: str, folder: str) -> list[list[float]]:
-    """Two steps, a checkpoint, and one step more, in every mode."""
-    following = []
-    for mode in MODES:
-        training = Training(layout, mode, optimizer=AdamW, clip=Clip.norm(0.5))
-        for _ in range(2):
-            training.window()
-        checkpoint = Checkpoint(f"{folder}/{layout}/{mode}", writer=rank == 0, **training.parts())
-        checkpoint.save(2)
-        snapshot = checkpoint.snapshot()
-        once = training.window(), training.loss_of_average(), training.values()
-        checkpoint.restore(snapshot)
-        training.step, training.ema.num_taken[...] = 2, 2
-        assert same(once, (training.window(), training.loss_of_average(), training.values()))  # bit by bit
-        following.append([once[0][0], once[0][1], once[1], training.window()[0]])
-    return following
-
-
-def resumed(rank: int, layout: str, folder: str) -> dict[str, list[list[float]]]:
-    """The same steps from the checkpoints of every layout."""
-    found: dict[str, list[list[float]]] = {source: [] for source in LAYOUTS}
-    for source in LAYOUTS:
-        for mode in MODES:
-            training = Training(layout, mode, optimizer=AdamW, clip=Clip.norm(0.5), net=gpt(dropout=0.0))
-            for param in training.net.parameters():
-                local([param.detach()])[0].zero_()
-            assert Checkpoint(f"{folder}/{source}/{mode}", writer=False, **training.parts()).load() is not None
-            training.step, training.ema.num_taken[...] = 2, 2
-            loss, norm, _ = training.window()
-            found[source].append([loss, norm, training.loss_of_average(), training.window()[0]])
-    return found
-
-
-@pytest.mark.slow
-def test_every_layout_continues_every_other_one(tmp_path: Path, on_ranks: OnRanks) -> None:
-    folder = str(tmp_path / "checkpoints")
-    expected = {layout: on_ranks(saved, layout, folder, num_ranks=n)[0] for layout, n in LAYOUTS.items()}
-    contents = {layout: read(f"{folder}/{layout}/bf16/step_00000002") for layout in LAYOUTS}
-    for layout, num_ranks in LAYOUTS.items():
-        for source, runs in on_ranks(resumed, layout, folder, num_ranks=num_ranks)[0].items():
-            for mode, run_on, went_on in zip(MODES, runs, expected[source], strict=True):
-                tolerance = 0.0 if source == layout else TOLERANCE[mode]
-                assert run_on == pytest.approx(went_on, rel=tolerance, abs=0), (source, layout, mode)
-        # Plain tensors with plain names: a network takes them without this project.
-        gpt().load_state_dict(contents[layout]["model"])
-        gpt().load_state_dict(contents[layout]["ema"])
-        assert contents[layout]["optimizer"]["state"].keys() == contents["single"]["optimizer"]["state"].keys()
-        for number, entry in contents[layout]["optimizer"]["state"].items():
-            assert entry["exp_avg"].shape == contents["single"]["optimizer"]["state"][number]["exp_avg"].shape
-
-
-# --- islands
 
 
 class Products(TorchFunctionMode):
@@ -535,9 +468,6 @@ def test_evaluation_sees_the_weights_of_the_last_step(on_ranks: OnRanks) -> None
     for parts in on_ranks(with_a_part_that_does_not_run, "fsdp"):
         torch.testing.assert_close(single, parts, rtol=2e-2, atol=2e-2)
         assert len({float(each.sum()) for each in parts}) == 6
-
-
-# --- whole runs
 
 
 @pytest.mark.slow

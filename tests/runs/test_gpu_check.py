@@ -171,9 +171,6 @@ def test_every_command_of_a_stage_is_one_that_its_program_takes(
     assert sum(call[0] in ("scripts/bench.py", "train.py") for call in calls) >= 5
 
 
-# --- wheels for a machine without a network ---------------------------------------------------------------------------
-
-
 def test_wheels_that_cannot_be_installed_are_refused(tmp_path: Path) -> None:
     wanted = [*pack_wheels.BUILT, *pack_wheels.WITH_NEEDS, *pack_wheels.ALONE]
     files = [tmp_path / f"{name.split('==')[0].replace('-', '_')}-1.0-py3-none-any.whl" for name in wanted]

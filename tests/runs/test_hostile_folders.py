@@ -13,6 +13,7 @@ import socket
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -159,17 +160,18 @@ def attempt(ready, program, name, kind, capfd):
     return None
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+FAST = [(".hydra/config.yaml", "pipe"), (".hydra/config.yaml", "bomb"), ("summary.json", "escapes"), (".lock", "pipe")]
+FAST += [("metrics.jsonl", kind) for kind in ("device", "numbers", "folder")]
+FAST += [("train.log", "pipe"), (f"{STEP}/manifest.json", "numbers")]
+
+
 @pytest.mark.parametrize(
-    "name, kind",
-    [
-        *((".hydra/config.yaml", kind) for kind in ("pipe", "bomb")),
-        *(("metrics.jsonl", kind) for kind in ("device", "numbers", "folder")),
-        *(("summary.json", "escapes"), (".lock", "pipe"), ("train.log", "pipe"), (f"{STEP}/manifest.json", "numbers")),
-    ],
+    "cases", [FAST, pytest.param([*product(FILES, KINDS)], marks=pytest.mark.slow)], ids=["fast", "all"]
 )
-def test_a_hostile_file_ends_no_program(program, name, kind, ready, capfd):
-    assert attempt(ready, program, name, kind, capfd) is None
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_object_of_any_kind_in_place_of_any_file_ends_no_program(program, cases, ready, capfd):
+    found = [attempt(ready, program, name, kind, capfd) for name, kind in cases]
+    assert not [problem for problem in found if problem], "\n".join(map(str, filter(None, found)))
 
 
 def test_plain_reading_of_a_pipe_hangs(tmp_path, monkeypatch):
@@ -179,13 +181,6 @@ def test_plain_reading_of_a_pipe_hangs(tmp_path, monkeypatch):
         (tmp_path / "pipe").read_text()
     with pytest.raises(OSError, match="is not a regular file"):
         files.read_text(tmp_path / "pipe")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_kind_of_object_in_place_of_every_file(program, ready, capfd):
-    found = [attempt(ready, program, name, kind, capfd) for name in FILES for kind in KINDS]
-    assert not [problem for problem in found if problem], "\n".join(map(str, filter(None, found)))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -223,8 +218,6 @@ def test_a_pipe_where_a_run_writes_is_named_and_nothing_is_changed(ready, capfd)
     assert json.loads((folder / "summary.json").read_text()) == before
     shutil.rmtree(folder)
 
-
-# --- a folder that others may write to --------------------------------------------------------------------------------
 
 OTHER = 65534
 """Another user."""
@@ -370,8 +363,6 @@ def test_samples_and_predictions_are_not_written_behind_a_link_of_another_user(r
     monkeypatch.setattr(RunFolder, "begin", begin)
     assert train.main(command) == 4 and everything(mine) == {str(mine / "00000000.npz"): b"kept"}
 
-
-# --- data and weights -------------------------------------------------------------------------------------------------
 
 IMAGES = ["data.image_size=8", "batch_size=4", "steps=4", "device=cpu", "log=none", "model.options.width=4"]
 

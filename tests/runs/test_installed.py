@@ -59,20 +59,6 @@ def test_recipes_and_options_of_a_config_dir_run_sweep_and_are_explained(own_fol
     assert train.main(["recipe=mine"]) == 2 and "no such option" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("sweeper", ["basic", "optuna"])
-def test_an_experiment_chooses_options_by_a_pattern(sweeper, own_folder, capsys):
-    if sweeper == "optuna":
-        pytest.importorskip("optuna")
-    own = write_own(own_folder / "conf")
-    params = f"defaults: [{{override /hydra/sweeper: {sweeper}}}]\nhydra: {{sweeper: {{params: {{amp: glob(bf*)}}}}}}"
-    (own / "experiment" / f"pattern_{sweeper}.yaml").write_text(f"# @package _global_\n{params}\n")
-    trials = ["hydra.sweeper.num_trials=1"] if sweeper == "optuna" else []
-    sweep = ["--config-dir=conf", "-m", f"experiment=pattern_{sweeper}", "hydra.sweep.dir=s", *trials]
-    assert train.main([*sweep, *SMALL]) == 0
-    out = capsys.readouterr().out
-    assert "1 finished of 1 trials" in out if trials else "2 of 2 jobs finished" in out
-
-
 def test_an_installed_package_brings_recipes_by_an_entry_point(own_folder, monkeypatch):
     write_own(own_folder / "lib" / "my_project" / "conf")
     info = own_folder / "lib" / "my_project-1.dist-info"
@@ -110,23 +96,6 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_message(spoil, said, own
     err = capsys.readouterr().err
     assert said in err and err.count("error: ") == 1 and "Traceback" not in err
     assert sorted(path for path in own_folder.rglob("*") if "__pycache__" not in path.parts) == before
-
-
-def test_a_sweep_in_yaml_with_a_typo_is_refused_and_nothing_is_created(own_folder, capsys):
-    own = write_own(own_folder / "conf")
-    for number, (params, said) in enumerate(
-        [
-            ('sead: "1,2"', "Did you mean seed=1,2?"),
-            ("amp: 'fp16,fp61'", "Did you mean fp16?"),
-            ('seed: "1,,2"', "seed"),
-        ]
-    ):
-        text = f"# @package _global_\nhydra: {{sweeper: {{params: {{{params}}}}}}}\n"
-        (own / "experiment" / f"typo{number}.yaml").write_text(text)
-        assert train.main(["--config-dir=conf", "-m", f"experiment=typo{number}", *SMALL]) == 2
-        err = capsys.readouterr().err
-        assert said in err and err.count("error: ") == 1 and "Traceback" not in err
-    assert [path.name for path in own_folder.iterdir()] == ["conf"]
 
 
 def test_the_library_imports_torch_and_numpy_and_a_reader_of_yaml_alone():

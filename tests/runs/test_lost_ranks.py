@@ -185,9 +185,6 @@ def test_the_partner_of_a_rank_that_is_gone_is_killed(ranks, case):
         assert ranks.processes[0].wait(30) == -signal.SIGKILL and "a rank ended before the others" in ranks.watch.killed
 
 
-# --- a meeting point that is gone -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_silent, has_worker", [(True, False), (True, True), (False, False)])
 def test_a_launcher_stops_waiting_for_a_store_that_is_gone_when_no_worker_is_left(
     tmp_path, monkeypatch, is_silent, has_worker
@@ -214,8 +211,6 @@ def test_a_launcher_stops_waiting_for_a_store_that_is_gone_when_no_worker_is_lef
         for each in (listener, other, store):
             each.close()
 
-
-# --- a launcher that is killed ----------------------------------------------------------------------------------------
 
 WAITS = """
 import os, subprocess, sys

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from running import checkpoints, state
+from running import checkpoints, lines, same_but, state, summary
+from small import RUN
 
 import train
 from amp_core.run.machine import _what_matters, describe_cpu, describe_device, describe_versions, moved
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
-SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "run_dir=a"]
+SMALL = [*RUN, "run_dir=a"]
 SAID = "from here on bits may differ"
 CPU = torch.device("cpu")
 
@@ -72,7 +74,18 @@ def test_another_instruction_set_in_a_second_process():
     assert f"cpu_capability={here}" in line and f"cpu_capability={there}" in line
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("by", [-1.0, -1e9, 4e7])
+def test_a_clock_that_is_set_changes_neither_results_nor_rates(by, monkeypatch):
+    """Set within the second of two parts of a run, of which each writes checkpoints."""
+    settings = ["save_every=1", "log_every=1", "schedule.horizon=6", "ema.decay=0.9"]
+    assert train.main([*SMALL[:-1], *settings, "run_dir=whole", "steps=6"]) == 0
+    assert train.main([*SMALL, *settings, "steps=3"]) == 0
+    now, calls = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: now() + by * (next(calls) > 4))
+    assert train.main([*SMALL, *settings, "steps=6"]) == 0 and next(calls) > 6
+    assert not same_but(state("whole"), state("a")) and checkpoints("a")[-1].name == "step_00000006"
+    rates = [line.get("samples_per_second", 1) for line in lines("a")]
+    assert min(*rates, summary("a")["seconds"], summary("a")["samples_per_second"]) > 0
 
 
 def note(before, folder=Path("run")):

@@ -182,8 +182,6 @@ def test_predictions_that_overflow_end_with_5_and_leave_the_summary_of_the_run()
     assert None not in {line["probability"] for line in predictions()}
 
 
-# --- a run knows itself -----------------------------------------------------------------------------------------------
-
 OWN = """
 from recipes.classification import DATA, MODELS, Knobs, run  # noqa: F401
 """
@@ -350,17 +348,26 @@ def test_a_checkpoint_alone_names_settings_that_it_takes(runs_of, capsys, monkey
     assert train.main(typed) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("key", ["step", "samples", "samples_per_step", "planned_samples"])
-@pytest.mark.parametrize("value", [-5, math.nan, math.inf, 2**62, 2**200, 1.5, "1", None, True, [1]], ids=str)
+COUNTS = [f"progress.{key}" for key in ("step", "samples", "samples_per_step", "planned_samples")]
+WRONG = [(key, value) for key in COUNTS for value in (-5, math.nan, math.inf, 2**62, 2**200, 1.5, "1", None, True, [1])]
+WRONG += [
+    (f"{part}", value)
+    for part in ("schedule.num_taken", "progress.skipped", "progress.averaged")
+    for value in (2**62, -1)
+]
+
+
+@pytest.mark.parametrize("key, value", WRONG, ids=str)
 def test_counts_that_no_run_has_written_are_refused(key, value, trained, capsys):
     state = torch.load(trained, weights_only=True)
-    state["progress"][key] = value
+    part, name = key.split(".")
+    state[part][name] = value
     torch.save(state, "changed.pt")
     for task in ("train", "evaluate"):
         arguments_ = [each for each in arguments("classification", f"task={task}") if "run_dir" not in each]
         assert train.main([*arguments_, "resume=changed.pt", "run_dir=b", "steps=3"]) == 3
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and f"changed.pt: progress.{key} is {value!r}, expected a whole number" in said
+        assert said.count("\n") == 1 and f"changed.pt: {key} is {value!r}, expected a whole number" in said
     assert not Path("b").exists()
 
 

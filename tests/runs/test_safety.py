@@ -7,18 +7,18 @@ import os
 from pathlib import Path
 
 import pytest
-from running import checkpoints, state
+from running import checkpoints, same_but, state
+from small import RUN
 from test_recipes import arguments
 from tiers import rows
 
 import train
 from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.checkpoints.reading import read
 from amp_core.config.redact import known_secrets, redact, redact_typed, refuse_secret
 from amp_core.run.locks import lock_folder
 
-SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
-SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1", "eval_every=1000", "amp=bf16", "steps=3"]
-KEY = "5ecre7" + "0123456789" * 4
+SMALL = [*RUN, "save_every=1", "eval_every=1000", "amp=bf16", "steps=3"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,6 @@ def refused(capsys, *overrides):
     before = everything("..")
     assert train.main([*SMALL, *overrides]) == 2 and everything("..") == before
     return capsys.readouterr().err
-
-
-# --- folders ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("checkpoint", [[], ["checkpoint=sharded"], ["checkpoint.background=true"]])
@@ -99,11 +96,37 @@ def test_files_of_somebody_else_are_not_changed(name, capsys):
     assert path.relative_to("theirs").parts[0] in refused(capsys, "run_dir=theirs")
 
 
-def test_files_that_a_run_does_not_touch_do_not_matter():
-    Path("mixed").mkdir()
-    Path("mixed/notes.txt").write_text("mine")
-    assert train.main([*SMALL, "run_dir=mixed"]) == 0
-    assert Path("mixed/notes.txt").read_text() == "mine"
+OF_OTHERS = {  # where a link leads: a file, a folder, itself, nowhere; what begins so lies among the checkpoints
+    "file": "step_5 step_00000098 ._step_00000002 .DS_Store .nfs000000000012 notes.txt metrics.jsonl~ summary.json.bak",
+    "folder": "step_abc step_ step_-1 step_00000097 step_00000007.tmp lost+found checkpoints.old .git plots",
+    "loop": "step_loop step_00000099 loop",
+    "nowhere": "step_00000096 best",
+}
+AMONG_CHECKPOINTS = ("step_", ".", "best")
+
+
+@pytest.mark.parametrize(
+    "checkpoint", rows([[], ["checkpoint=sharded", "checkpoint.background=true"]], [], single=True)
+)
+def test_files_of_others_are_left_alone_and_change_no_run(checkpoint):
+    """Beside a run and among its checkpoints, before it is resumed."""
+    command, mine = [*SMALL, *checkpoint, "schedule.horizon=5"], []
+    assert train.main([*command, "run_dir=whole", "steps=5"]) == 0 == train.main([*command, "run_dir=mixed"])
+    for kind, names in OF_OTHERS.items():
+        for name in names.split():
+            path = Path("mixed", "checkpoints" if name.startswith(AMONG_CHECKPOINTS) else ".", name)
+            if kind == "folder":
+                path.mkdir()
+                path /= "precious"
+            path.write_text("mine") if kind in ("file", "folder") else path.symlink_to(name if kind == "loop" else kind)
+            mine.append(path)
+    before = everything("mixed")
+    assert train.main([*command, "run_dir=mixed", "steps=5"]) == 0
+    after = everything("mixed")
+    assert len(mine) == 22 and [path for path in mine if after[path] != before[path]] == []
+    for path in mine:
+        path.unlink()
+    assert not same_but(read("whole"), read("mixed"))
 
 
 @pytest.mark.parametrize(
@@ -180,26 +203,6 @@ def test_names_from_a_command_line_stay_in_the_sweep_folder():
 
     for text in ("../../x", "/etc/passwd", "..", "a/../../b", "\0", "." * 300):
         assert Path("s", sweep_subdir("s", [text])).resolve().parent == Path("s").resolve()
-
-
-# --- keys and passwords -------------------------------------------------------------------------------------------------
-
-TYPED = [f"+wandb_key={KEY}", f"wandb_api_key={KEY}", f"log.wandb_project={KEY}", f"data.path=https://me:{KEY}@host/x"]
-TYPED += [f"data.path=https://{KEY}@host", f"model.options.token={KEY}", f"run_dir=runs/{KEY}", f"seed={KEY}"]
-TYPED += [f"+{KEY}=1", f"steps=[{KEY}", f"amp={KEY}", f"resume={KEY}", f"--wandb_key={KEY}", f"--config-name={KEY}"]
-
-
-@pytest.mark.parametrize("override", [*TYPED, "log.wandb_project=${oc.env:WANDB_API_KEY}"])
-def test_a_key_on_the_command_line_is_refused_and_not_repeated(override, capsys, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    message = refused(capsys, *(["-m", "seed=1,2"] if "wandb" in override else []), override)
-    assert KEY not in message and message.startswith("error: ")
-
-
-@pytest.mark.parametrize("override", [TYPED[0], TYPED[1], TYPED[3], TYPED[4], TYPED[5], TYPED[-2]])
-def test_one_that_is_not_in_the_environment_is_seen_by_its_name_or_its_address(override, capsys, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    assert KEY not in refused(capsys, override)
 
 
 def test_usual_settings_hold_no_key():

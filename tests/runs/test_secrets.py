@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from running import lines, state
 from secret_kinds import ENVIRON, KINDS, VALUE_OF, found_in, leaks
+from small import RUN
 from tiers import rows
 
 import train
@@ -20,8 +21,7 @@ from amp_core.config.redact import holds_secret, known_secrets, redact, secrets_
 from amp_core.run.loop import Loop
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
-SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=2", "eval_every=2", "amp=bf16", "steps=4"]
+SMALL = [*RUN, "save_every=2", "eval_every=2", "amp=bf16", "steps=4"]
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,12 @@ ENTRANCES = {
     "unknown key": lambda value: [quoted("+mine", value)],
     "no key": lambda value: [value],
     "flag": lambda value: [f"--config-dir={value}"],
+    "another flag": lambda value: [f"--wandb_key={value}"],
+    "group": lambda value: [f"amp={value}"],
+    "number": lambda value: [quoted("seed", value)],
+    "name of a key": lambda value: [f"+{value}=1"],
+    "broken list": lambda value: [f"steps=[{value}"],
+    "start": lambda value: [quoted("resume", value)],
     "axis of a sweep": lambda value: ["-m", f"log.wandb_group=a,{quoted('', value)[1:]}"],
     "folder of a sweep": lambda value: ["-m", "seed=1,2", quoted("hydra.sweep.dir", f"x/{value}")],
     "sweeper": lambda value: ["-m", f"hydra.sweeper.params={{log.wandb_group: {quoted('', value)[1:]}}}"],

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from running import checkpoints
 from small import SMALL
 
 import train
@@ -124,19 +122,6 @@ def test_files_are_predicted_alike_when_the_training_data_is_gone(recipe, capsys
         (["task=evaluate"], "data.path=data: there is no such folder"),
     ):
         assert train.main([*task, "run_dir=a"]) == 2 and said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("key", ["schedule.num_taken", "progress.skipped", "progress.averaged"])
-@pytest.mark.parametrize("value", [2**62, -1])
-def test_a_count_that_no_run_reaches_is_one_message(key, value, trained, capsys):
-    state = torch.load(checkpoints(trained)[-1] / "state.pt", weights_only=True)
-    part, name = key.split(".")
-    state[part][name] = value
-    torch.save(state, "changed.pt")
-    assert train.main([*RUN, "resume=changed.pt", "run_dir=b", "steps=3"]) == 3
-    said = capsys.readouterr().err
-    assert f"changed.pt: {key} is {value}, expected a whole number from 0" in said and said.count("\n") == 1
-    assert not Path("b").exists()
 
 
 def test_folders_and_masks_that_are_missing_are_named_with_one_hint(capsys):

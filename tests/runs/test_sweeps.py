@@ -17,6 +17,7 @@ import pytest
 import torch
 from running import state, summary, wait_until
 from shared import script
+from small import RUN
 
 import train
 from amp_core.cli import compose, sweep
@@ -25,14 +26,11 @@ from amp_core.cli.run_folders import sweep_subdir
 from amp_core.run.locks import lock_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
-SMALL += ["device=cpu", "log.progress=false", "batch_size=8", "save_every=1000000", "eval_every=1000000", "log_every=1"]
+SMALL = [*RUN, "save_every=1000000", "eval_every=1000000", "log_every=1"]
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-
-# --- leases -----------------------------------------------------------------------------------------------------------
 
 HOLD = """
 import subprocess, sys, time
@@ -131,9 +129,6 @@ def test_folders_are_named_after_what_is_varied_and_stay_those_of_their_jobs():
     assert len(list(Path("s").iterdir())) == 5  # and .jobs
 
 
-# --- jobs side by side ------------------------------------------------------------------------------------------------
-
-
 def test_a_killed_job_fails_alone_and_a_signal_saves_the_others():
     settings = [*SMALL, "-m", "hydra.sweep.dir=s", "seed=1,2", "steps=1000000", "schedule=constant"]
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
@@ -223,9 +218,6 @@ def test_a_second_sweep_in_a_folder_is_refused_before_it_changes_what_the_first_
     assert train.main(command) == 0
 
 
-# --- searches ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_search_that_was_cut_off_tries_what_an_undisturbed_one_tries(capsys):
     optuna = pytest.importorskip("optuna")
     space = ["optimizer=sgd", "optimizer.lr=tag(log,interval(1e-3,1e15))", "accumulation=1,2", "steps=3"]
@@ -279,9 +271,6 @@ def test_what_is_no_file_of_a_sweep_is_named(name, make, optuna, capsys):
     assert train.main([*SMALL, "-m", "hydra.sweep.dir=s", "steps=1", "seed=1,2", *search]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and f"s/{name}" in said and "choose another folder" in said
-
-
-# --- published numbers ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

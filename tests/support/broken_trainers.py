@@ -5,9 +5,10 @@ Each is the right loop with one method replaced, as it is found in loops that pe
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,387 +17,322 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_conformance.task import Batch, Task, Window
-from amp_conformance.trainers.by_hand import ByHand
+from amp_conformance.trainers.by_hand import ByHand as Right
 
-BROKEN: dict[type[ByHand], set[str]] = {}
+BROKEN: dict[type[Right], set[str]] = {}
 """The trainers, and the names of the checks that catch them."""
 
 
-def caught_by(*checks: str) -> Any:
-    """Register a class."""
-
-    def register(cls: type[ByHand]) -> type[ByHand]:
-        BROKEN[cls] = set(checks)
-        return cls
-
-    return register
+def broken(name: str, *caught_by: str, **methods: Callable[..., Any]) -> None:
+    """Register the right loop with these methods in the place of its own."""
+    BROKEN[type(name, (Right,), methods)] = set(caught_by)
 
 
-@caught_by("the last window of an epoch is shorter", "processes equal a larger batch")
-class DropsTheTail(ByHand):
-    def window(self, window: Window) -> None:
-        if len(window) == self.task.accumulation:
-            super().window(window)
+def nothing(*_: Any) -> None:
+    """What is forgotten."""
 
 
-@caught_by("the last window of an epoch is shorter", "processes equal a larger batch")
-class DividesByAFixedNumber(ByHand):
-    def weights(self, window: Window) -> list[float]:
-        return [weight * len(window) / self.task.accumulation for weight in super().weights(window)]
-
-
-@caught_by("micro batches of unequal size", "processes with unequal counts")
-class TakesAMeanOfMeans(ByHand):
-    def weights(self, window: Window) -> list[float]:
-        return [1 / len(window) for _ in window]
-
-
-@caught_by(
-    "accumulation equals a larger batch",
+TAIL, RANKS, COUNTS = (
     "the last window of an epoch is shorter",
-    "micro batches of unequal size",
-    "the average counts windows",
-    "a whole window is clipped",
-    "a bad micro batch skips its whole window",
     "processes equal a larger batch",
     "processes with unequal counts",
 )
-class SumsMicroBatches(ByHand):
-    def weights(self, window: Window) -> list[float]:
-        return [1.0 for _ in window]
-
-
-@caught_by(
-    "gradients are unscaled before they are clipped", "a whole window is clipped", "several optimizers are clipped"
+UNEQUAL, SKIPS_WINDOW = "micro batches of unequal size", "a bad micro batch skips its whole window"
+CLIPPED, COUNTED, WAITS = "a whole window is clipped", "the average counts windows", "at most one wait per window"
+broken("DropsTheTail", TAIL, RANKS, window=lambda t, w: Right.window(t, w) if len(w) == t.task.accumulation else None)
+broken(
+    *("DividesByAFixedNumber", TAIL, RANKS),
+    weights=lambda t, w: [each * len(w) / t.task.accumulation for each in Right.weights(t, w)],
 )
-class ClipsScaledGradients(ByHand):
-    def finish(self, optimizer: Optimizer) -> bool:
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = self.norm(params)
-        if not self.agree(math.isfinite(norm)):
-            return False
-        if self.task.clip is not None:
-            self.clip(params, norm, self.task.clip)
-        self.unscale(params)
-        optimizer.step()
-        return True
+broken("TakesAMeanOfMeans", UNEQUAL, COUNTS, weights=lambda t, w: [1 / len(w) for _ in w])
+broken(
+    *(
+        "SumsMicroBatches",
+        "accumulation equals a larger batch",
+        TAIL,
+        UNEQUAL,
+        COUNTED,
+        CLIPPED,
+        SKIPS_WINDOW,
+        RANKS,
+        COUNTS,
+    ),
+    weights=lambda t, w: [1.0 for _ in w],
+)
+broken(
+    *("ForgetsThatGradientsAreAveraged", RANKS, COUNTS, "processes skip together"),
+    weights=lambda t, w: [each / t.task.ranks for each in Right.weights(t, w)],
+)
 
 
-@caught_by("fp32 is clipped as well")
-class ClipsInFp16Only(ByHand):
-    def clip(self, params: Sequence[Tensor], norm: float, largest: float) -> None:
-        if self.task.mode == "fp16":
-            super().clip(params, norm, largest)
+def clips_before_it_unscales(t: Right, optimizer: Optimizer) -> bool:
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = t.norm(params)
+    if not t.agree(math.isfinite(norm)):
+        return False
+    if t.task.clip is not None:
+        t.clip(params, norm, t.task.clip)
+    t.unscale(params)
+    optimizer.step()
+    return True
 
 
-@caught_by("a whole window is clipped", "at most one wait per window")
-class ClipsEachMicroBatch(ByHand):
-    def backward(self, batch: Batch, weight: float, *, is_last: bool) -> None:
-        if self.task.ranks > 1:  # gradients live in the buckets of DistributedDataParallel
-            super().backward(batch, weight, is_last=is_last)
-            return
-        params = list(self.net.parameters())
-        before = [None if p.grad is None else p.grad.clone() for p in params]
-        for p in params:
-            p.grad = None
-        super().backward(batch, weight, is_last=is_last)
-        if self.task.clip is not None:
-            norm = self.norm(params) / self.scale
-            if norm > self.task.clip * weight:
-                super().clip(params, norm, self.task.clip * weight)
-        for p, old in zip(params, before, strict=True):
-            if old is not None:
-                p.grad = old if p.grad is None else p.grad + old
-
-    def clip(self, params: Sequence[Tensor], norm: float, largest: float) -> None:
-        """Done before."""
+def clips_each_micro_batch(t: Right, batch: Batch, weight: float, *, is_last: bool) -> None:
+    if t.task.ranks > 1:  # gradients live in the buckets of DistributedDataParallel
+        Right.backward(t, batch, weight, is_last=is_last)
+        return
+    params = list(t.net.parameters())
+    before = [None if p.grad is None else p.grad.clone() for p in params]
+    for p in params:
+        p.grad = None
+    Right.backward(t, batch, weight, is_last=is_last)
+    if t.task.clip is not None:
+        norm = t.norm(params) / t.scale
+        if norm > t.task.clip * weight:
+            Right.clip(t, params, norm, t.task.clip * weight)
+    for p, old in zip(params, before, strict=True):
+        if old is not None:
+            p.grad = old if p.grad is None else p.grad + old
 
 
-@caught_by("zero gradients")
-class DividesByTheNorm(ByHand):
-    def clip(self, params: Sequence[Tensor], norm: float, largest: float) -> None:
-        for param in params:
-            if param.grad is not None:
-                param.grad = param.grad / torch.tensor(norm) * min(norm, largest)
+def divides_by_the_norm(t: Right, params: Sequence[Tensor], norm: float, largest: float) -> None:
+    for param in params:
+        if param.grad is not None:
+            param.grad = param.grad / torch.tensor(norm) * min(norm, largest)
 
 
-@caught_by(
+broken(
+    *(
+        "ClipsScaledGradients",
+        "gradients are unscaled before they are clipped",
+        CLIPPED,
+        "several optimizers are clipped",
+    ),
+    finish=clips_before_it_unscales,
+)
+broken(
+    *("ClipsInFp16Only", "fp32 is clipped as well"),
+    clip=lambda t, *about: Right.clip(t, *about) if t.task.mode == "fp16" else None,
+)
+broken("ClipsEachMicroBatch", CLIPPED, WAITS, backward=clips_each_micro_batch, clip=nothing)
+broken("DividesByTheNorm", "zero gradients", clip=divides_by_the_norm)
+
+
+SKIPPED = (
     "a skipped step leaves weights and momentum",
-    "a bad micro batch skips its whole window",
-    "a nan in fp32 reaches no weight",
-    "a nan in bf16 reaches no weight",
-    "a nan that is clipped reaches no weight",
-    "running statistics survive a skipped step",
-    "an overflow halves the scale once",
-    "the scale grows after clean windows in a row",
     "the schedule ignores skipped steps",
     "the average ignores skipped steps",
+)
+SKIPPED += (
+    "running statistics survive a skipped step",
+    "an overflow halves the scale once",
     "one scale for several optimizers",
-    "the loss scale is saved",
-    "processes skip together",
 )
-class NeverLooks(ByHand):
-    def agree(self, is_finite: bool) -> bool:
-        return True
+SKIPPED += ("the scale grows after clean windows in a row", "the loss scale is saved")
+NANS = [f"a nan {where} reaches no weight" for where in ("in fp32", "in bf16", "that is clipped")]
 
 
-@caught_by(
-    "a nan in fp32 reaches no weight", "a nan in bf16 reaches no weight", "a nan that is clipped reaches no weight"
-)
-class LooksInFp16Only(ByHand):
-    def agree(self, is_finite: bool) -> bool:
-        return super().agree(is_finite or self.task.mode != "fp16")
-
-
-@caught_by("the schedule ignores skipped steps")
-class AdvancesTheScheduleAlways(ByHand):
-    def after_step(self, taken: Sequence[bool]) -> None:
-        for schedule, is_taken in zip(self.schedules, taken, strict=False):
-            if not is_taken:
-                schedule.step()
-        super().after_step(taken)
-
-
-@caught_by("the schedule counts windows")
-class AdvancesTheScheduleWithEachMicroBatch(ByHand):
-    def after_step(self, taken: Sequence[bool]) -> None:
-        super().after_step(taken)
-        for schedule in self.schedules * (self.task.accumulation - 1):
+def moves_schedules(t: Right, taken: Sequence[bool]) -> None:
+    for schedule, is_taken in zip(t.schedules, taken, strict=False):
+        if not is_taken:
             schedule.step()
+    Right.after_step(t, taken)
 
 
-@caught_by("the average ignores skipped steps")
-class AveragesAlways(ByHand):
-    def after_step(self, taken: Sequence[bool]) -> None:
-        super().after_step(taken)
-        if self.ema is not None and self.task.ema is not None and not all(taken):
-            self.average(self.ema, self.task.ema)
+def moves_schedules_often(t: Right, taken: Sequence[bool]) -> None:
+    Right.after_step(t, taken)
+    for schedule in t.schedules * (t.task.accumulation - 1):
+        schedule.step()
 
 
-@caught_by("the average counts windows")
-class AveragesWithEachMicroBatch(ByHand):
-    def backward(self, batch: Batch, weight: float, *, is_last: bool) -> None:
-        super().backward(batch, weight, is_last=is_last)
-        if self.ema is not None and self.task.ema is not None and not is_last:
-            self.average(self.ema, self.task.ema)
+def averages(t: Right, when: bool) -> None:
+    if t.ema is not None and t.task.ema is not None and when:
+        t.average(t.ema, t.task.ema)
 
 
-@caught_by("running statistics survive a skipped step")
-class KeepsBadStatistics(ByHand):
-    def restore(self, buffers: Sequence[Tensor]) -> None:
-        """Nothing."""
+def zeroes(t: Right, params: Sequence[Tensor]) -> float:
+    if t.task.mode == "fp16":
+        for param in params:
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = param.grad.nan_to_num(posinf=0.0, neginf=0.0)
+    return Right.norm(t, params)
 
 
-@caught_by(
-    "a bad micro batch skips its whole window", "an overflow halves the scale once", "at most one wait per window"
+def drops_bad_ones(t: Right, batch: Batch, weight: float, *, is_last: bool) -> None:
+    if bool(batch[0].isfinite().all()) or t.task.accumulation == 1:
+        Right.backward(t, batch, weight, is_last=is_last)
+
+
+broken("NeverLooks", *SKIPPED, *NANS, SKIPS_WINDOW, "processes skip together", agree=lambda t, is_finite: True)
+broken("LooksInFp16Only", *NANS, agree=lambda t, is_finite: Right.agree(t, is_finite or t.task.mode != "fp16"))
+broken("AdvancesTheScheduleAlways", "the schedule ignores skipped steps", after_step=moves_schedules)
+broken("AdvancesTheScheduleWithEachMicroBatch", "the schedule counts windows", after_step=moves_schedules_often)
+broken(
+    *("AveragesAlways", "the average ignores skipped steps"),
+    after_step=lambda t, taken: (Right.after_step(t, taken), averages(t, not all(taken))),
 )
-class DropsBadMicroBatches(ByHand):
-    def backward(self, batch: Batch, weight: float, *, is_last: bool) -> None:
-        if bool(batch[0].isfinite().all()) or self.task.accumulation == 1:
-            super().backward(batch, weight, is_last=is_last)
-
-
-@caught_by(
-    "a skipped step leaves weights and momentum",
-    "the schedule ignores skipped steps",
-    "the average ignores skipped steps",
-    "running statistics survive a skipped step",
-    "an overflow halves the scale once",
-    "the scale grows after clean windows in a row",
-    "one scale for several optimizers",
-    "the loss scale is saved",
+broken(
+    *("AveragesWithEachMicroBatch", COUNTED),
+    backward=lambda t, *batch, is_last: (Right.backward(t, *batch, is_last=is_last), averages(t, not is_last)),
 )
-class ZeroesBadGradients(ByHand):
-    def norm(self, params: Sequence[Tensor]) -> float:
-        if self.task.mode == "fp16":
-            for param in params:
-                if param.grad is not None and not param.grad.is_sparse:
-                    param.grad = param.grad.nan_to_num(posinf=0.0, neginf=0.0)
-        return super().norm(params)
+broken("KeepsBadStatistics", "running statistics survive a skipped step", restore=nothing)
+broken("DropsBadMicroBatches", SKIPS_WINDOW, "an overflow halves the scale once", WAITS, backward=drops_bad_ones)
+broken("ZeroesBadGradients", *SKIPPED, norm=zeroes)
+broken("DecidesOnEachProcess", "processes agree when only one overflows", agree=lambda t, is_finite: is_finite)
 
 
-@caught_by("one scale for several optimizers")
-class LowersTheScaleBetweenOptimizers(ByHand):
-    def finish(self, optimizer: Optimizer) -> bool:
-        is_taken = super().finish(optimizer)
-        if not is_taken and optimizer is not self.optimizers[-1]:
-            self.scale /= 2
-        return is_taken
+def lowers_between(t: Right, optimizer: Optimizer) -> bool:
+    is_taken = Right.finish(t, optimizer)
+    if not is_taken and optimizer is not t.optimizers[-1]:
+        t.scale /= 2
+    return is_taken
 
 
-@caught_by("several optimizers grow the scale once", "one scale for several optimizers")
-class UpdatesOncePerOptimizer(ByHand):
-    def update(self, is_clean: bool) -> None:
-        for _ in self.optimizers:
-            super().update(is_clean)
+def grows_without_bound(t: Right, is_clean: bool) -> None:
+    if is_clean and t.clean + 1 == t.task.growth_interval and t.task.mode == "fp16":
+        t.scale, t.clean = 2 * t.scale, 0
+    else:
+        Right.update(t, is_clean)
 
 
-@caught_by("the scale has a largest value")
-class GrowsWithoutBound(ByHand):
-    def update(self, is_clean: bool) -> None:
-        if is_clean and self.clean + 1 == self.task.growth_interval and self.task.mode == "fp16":
-            self.scale, self.clean = 2 * self.scale, 0
-        else:
-            super().update(is_clean)
+def shrinks(t: Right, is_clean: bool) -> None:
+    if is_clean or t.task.mode != "fp16":
+        Right.update(t, is_clean)
+    else:
+        t.scale, t.clean = t.scale / 2, 0
 
 
-@caught_by("the scale has a smallest value or an error")
-class ShrinksInSilence(ByHand):
-    def update(self, is_clean: bool) -> None:
-        if is_clean or self.task.mode != "fp16":
-            super().update(is_clean)
-        else:
-            self.scale, self.clean = self.scale / 2, 0
+def never_forgets(t: Right, is_clean: bool) -> None:
+    clean = t.clean
+    Right.update(t, is_clean)
+    if not is_clean:
+        t.clean = clean
 
 
-@caught_by("the scale grows after clean windows in a row")
-class NeverForgetsCleanWindows(ByHand):
-    def update(self, is_clean: bool) -> None:
-        clean = self.clean
-        super().update(is_clean)
-        if not is_clean:
-            self.clean = clean
+ONE_SCALE = "one scale for several optimizers"
+broken("LowersTheScaleBetweenOptimizers", ONE_SCALE, finish=lowers_between)
+broken(
+    *("UpdatesOncePerOptimizer", "several optimizers grow the scale once", ONE_SCALE),
+    update=lambda t, is_clean: [Right.update(t, is_clean) for _ in t.optimizers],
+)
+broken("GrowsWithoutBound", "the scale has a largest value", update=grows_without_bound)
+broken("ShrinksInSilence", "the scale has a smallest value or an error", update=shrinks)
+broken("NeverForgetsCleanWindows", "the scale grows after clean windows in a row", update=never_forgets)
 
 
-@caught_by("the loss scale is saved")
-class ForgetsTheScale(ByHand):
-    def load(self, state: dict[str, Any]) -> None:
-        super().load({**state, "mode": "fp32"})
+def forgets_momentum(t: Right, state: dict[str, Any]) -> None:
+    Right.load(t, state)
+    for optimizer in t.optimizers:
+        optimizer.state.clear()
 
 
-@caught_by(
-    "a resumed run equals one without a stop",
+def saves_in_place(t: Right, state: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    torch.save(state, folder / "state.pt")
+
+
+def forgets_the_schedule(t: Right, state: dict[str, Any]) -> None:
+    groups = [group for optimizer in t.optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
+    Right.load(t, {**state, "schedules": [schedule.state_dict() for schedule in t.schedules]})
+    for group, rate in zip(itertools.chain(*(o.param_groups for o in t.optimizers)), rates, strict=True):
+        group["lr"] = rate
+
+
+def forgets_the_average(t: Right, state: dict[str, Any]) -> None:
+    Right.load(t, state)
+    if t.ema is not None:
+        t.ema.load_state_dict(state["net"])
+
+
+def insists_on_the_mode(t: Right, state: dict[str, Any]) -> None:
+    if state["mode"] != t.task.mode:
+        raise KeyError("scaler")
+    Right.load(t, state)
+
+
+WITHIN, KILLED = (
     "a run resumed within an epoch equals one without a stop",
     "a save that is killed leaves the last checkpoint",
 )
-class ForgetsMomentum(ByHand):
-    def load(self, state: dict[str, Any]) -> None:
-        super().load(state)
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
+broken("ForgetsTheScale", "the loss scale is saved", load=lambda t, state: Right.load(t, {**state, "mode": "fp32"}))
+broken("ForgetsMomentum", "a resumed run equals one without a stop", WITHIN, KILLED, load=forgets_momentum)
+broken("ForgetsThePosition", WITHIN, load=lambda t, state: Right.load(t, {**state, "made": 0}))
+broken("SavesInPlace", KILLED, write=saves_in_place)
+broken("ForgetsTheSchedule", "the schedule is saved", load=forgets_the_schedule)
+broken("ForgetsTheAverage", "the average is saved", load=forgets_the_average)
+broken("InsistsOnTheMode", "the mode may change between save and load", load=insists_on_the_mode)
 
 
-@caught_by("a run resumed within an epoch equals one without a stop")
-class ForgetsThePosition(ByHand):
-    def load(self, state: dict[str, Any]) -> None:
-        super().load({**state, "made": 0})
+def under_autocast(t: Right, *batch: Any, is_last: bool) -> None:
+    with t.autocast():
+        Right.backward(t, *batch, is_last=is_last)
 
 
-@caught_by("a save that is killed leaves the last checkpoint")
-class SavesInPlace(ByHand):
-    def write(self, state: dict[str, Any], folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        torch.save(state, folder / "state.pt")
+def evaluates_in_fp32(t: Right, inputs: Tensor) -> Tensor:
+    t.net.eval()
+    with torch.no_grad():
+        output = t.net(inputs)
+    t.net.train()
+    return output
 
 
-@caught_by("penalties see unscaled gradients")
-class ForgetsToScaleInnerGradients(ByHand):
-    def grad(self, output: Tensor, inputs: Tensor) -> Tensor:
-        return torch.autograd.grad(output.sum(), inputs, create_graph=True)[0]
+def with_nets(change: Callable[[Task, nn.Module], None]) -> Callable[..., None]:
+    """A run whose networks are changed when they are made."""
 
-
-@caught_by("an island in fp32 stays one also in a copy")
-class CastsInEachLayer(ByHand):
-    def run(self, task: Task, after: Any) -> None:
+    def run(t: Right, task: Task, after: Any) -> None:
         def net() -> nn.Module:
             made = task.net()
-            for each in made.modules():
-                each.register_forward_pre_hook(lambda *_: torch.set_autocast_enabled("cpu", task.mode != "fp32"))
+            change(task, made)
             return made
 
-        super().run(task.but(net=net), after)
+        Right.run(t, task.but(net=net), after)
+
+    return run
 
 
-@caught_by("the schedule is saved")
-class ForgetsTheSchedule(ByHand):
-    def load(self, state: dict[str, Any]) -> None:
-        rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        super().load({**state, "schedules": [schedule.state_dict() for schedule in self.schedules]})
-        for group, rate in zip((g for o in self.optimizers for g in o.param_groups), rates, strict=True):
-            group["lr"] = rate
+def casts_in_each_layer(task: Task, net: nn.Module) -> None:
+    for each in net.modules():
+        each.register_forward_pre_hook(lambda *_: torch.set_autocast_enabled("cpu", task.mode != "fp32"))
 
 
-@caught_by("the average is saved")
-class ForgetsTheAverage(ByHand):
-    def load(self, state: dict[str, Any]) -> None:
-        super().load(state)
-        if self.ema is not None:
-            self.ema.load_state_dict(state["net"])
+def patches_forward(task: Task, net: nn.Module) -> None:
+    inner = net.forward
+    net.forward = lambda x: inner(x)
 
 
-@caught_by("the mode may change between save and load")
-class InsistsOnTheMode(ByHand):
-    def load(self, state: dict[str, Any]) -> None:
-        if state["mode"] != self.task.mode:
-            raise KeyError("scaler")
-        super().load(state)
+ISLAND = "an island in fp32 stays one also in a copy"
+broken(
+    *("ForgetsToScaleInnerGradients", "penalties see unscaled gradients"),
+    grad=lambda t, output, inputs: torch.autograd.grad(output.sum(), inputs, create_graph=True)[0],
+)
+broken("RunsTheBackwardPassUnderAutocast", "autocast is off in the backward pass", backward=under_autocast)
+broken("EvaluatesInFp32", "evaluation runs under the same autocast", evaluate=evaluates_in_fp32)
+broken(
+    *("ReadsEachLoss", WAITS),
+    backward=lambda t, *batch, is_last: (Right.backward(t, *batch, is_last=is_last), float(t.scale * torch.ones(()))),
+)
+broken("CastsInEachLayer", ISLAND, run=with_nets(casts_in_each_layer))
+broken("PatchesForward", "a copy of the network uses its own weights", ISLAND, run=with_nets(patches_forward))
 
 
-@caught_by("processes agree when only one overflows")
-class DecidesOnEachProcess(ByHand):
-    def agree(self, is_finite: bool) -> bool:
-        return is_finite
-
-
-@caught_by("processes equal a larger batch", "processes with unequal counts", "processes skip together")
-class ForgetsThatGradientsAreAveraged(ByHand):
-    def weights(self, window: Window) -> list[float]:
-        return [weight / self.task.ranks for weight in super().weights(window)]
-
-
-@caught_by("autocast is off in the backward pass")
-class RunsTheBackwardPassUnderAutocast(ByHand):
-    def backward(self, batch: Batch, weight: float, *, is_last: bool) -> None:
-        with self.autocast():
-            super().backward(batch, weight, is_last=is_last)
-
-
-@caught_by("evaluation runs under the same autocast")
-class EvaluatesInFp32(ByHand):
-    def evaluate(self, inputs: Tensor) -> Tensor:
-        self.net.eval()
-        with torch.no_grad():
-            output = self.net(inputs)
-        self.net.train()
-        return output
-
-
-@caught_by("at most one wait per window")
-class ReadsEachLoss(ByHand):
-    def backward(self, batch: Batch, weight: float, *, is_last: bool) -> None:
-        super().backward(batch, weight, is_last=is_last)
-        float(self.scale * torch.ones(()))
-
-
-@caught_by("a copy of the network uses its own weights", "an island in fp32 stays one also in a copy")
-class PatchesForward(ByHand):
-    def run(self, task: Task, after: Any) -> None:
-        def net() -> nn.Module:
-            made = task.net()
-            inner = made.forward
-            made.forward = lambda x: inner(x)
-            return made
-
-        super().run(task.but(net=net), after)
-
-
-class Raises(ByHand):
+class Raises(Right):
     def window(self, window: Window) -> None:
         raise ValueError("out of order")
 
 
-class Hangs(ByHand):
+class Hangs(Right):
     def window(self, window: Window) -> None:
         while True:
             pass
 
 
-class Dies(ByHand):
+class Dies(Right):
     def window(self, window: Window) -> None:
         os._exit(0)
 
 
-class ChangesTheProcess(ByHand):
+class ChangesTheProcess(Right):
     """Right, but leaves the process changed."""
 
     def run(self, task: Task, after: Any) -> None:

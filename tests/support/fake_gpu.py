@@ -28,12 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
-IN_PLACE = {
-    aten._fused_sgd_,
-    aten._fused_adam_,
-    aten._fused_adamw_,
-    aten._fused_adagrad_,
-}
+IN_PLACE = {aten._fused_sgd_, aten._fused_adam_, aten._fused_adamw_, aten._fused_adagrad_}
 """Return nothing, and change what they are given."""
 
 

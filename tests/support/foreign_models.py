@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +68,8 @@ def of_classes(count: int) -> Batch:
     return {"input_ids": tokens(count), "labels": torch.randint(2, (count,))}
 
 
-def of_images(size: int) -> Callable[[int], Batch]:
-    return lambda count: {"pixel_values": torch.randn(count, 3, size, size), "labels": torch.randint(2, (count,))}
-
-
 def of_tones(count: int) -> Batch:
     return {"input_values": torch.randn(count, 1600), "labels": torch.randint(1, 20, (count, 3))}
-
-
-def of_spectra(count: int) -> Batch:
-    return {"input_features": torch.randn(count, 16, 32), "labels": tokens(count, 8)}
 
 
 def hf(name: str, model: str, batch: Callable[[int], Batch], **sizes: Any) -> Foreign:
@@ -94,66 +86,29 @@ def hf(name: str, model: str, batch: Callable[[int], Batch], **sizes: Any) -> Fo
     return Foreign(name, "transformers", build, batch)
 
 
-BERT = {
-    "vocab_size": WORDS,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-    "max_position_embeddings": 64,
-}
+BERT: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+BERT |= {"intermediate_size": 128, "max_position_embeddings": 64}
 LLAMA = BERT | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SEEN = {"image_size": 32, "patch_size": 8} | {k: BERT[k] for k in list(BERT)[1:5]}
+T5: dict[str, Any] = {"vocab_size": WORDS, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+T5 |= {"decoder_start_token_id": 0}
+WAV2VEC2: dict[str, Any] = {"vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+WAV2VEC2 |= {"intermediate_size": 128, "conv_dim": (32, 32, 32), "conv_kernel": (10, 3, 3), "conv_stride": (5, 4, 2)}
+WAV2VEC2 |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "ctc_loss_reduction": "mean"}
+WAV2VEC2 |= {"mask_time_prob": 0.0}
 
-TIMM = [
-    timm("vit_tiny_patch16_224", img_size=64, depth=4),
-    timm("convnext_atto", 32, depths=(1, 1, 3, 1)),
-    timm("swin_tiny_patch4_window7_224", img_size=56, size=56, embed_dim=48, depths=(1, 1, 2, 1)),
-    timm("efficientnet_b0", 32),
-    timm("mobilenetv3_small_100"),
-    timm("resnet18", 32),
-    timm("regnety_002", 32),
-    timm("mixer_s32_224", img_size=64),
-    timm("deit_tiny_distilled_patch16_224", img_size=64, depth=4),
-    timm("eva02_tiny_patch14_224", img_size=56, size=56, depth=4),
-]
-TRANSFORMERS = [
-    hf("gpt2", "GPT2LMHeadModel", of_words, vocab_size=WORDS, n_embd=64, n_layer=3, n_head=4, n_positions=64),
-    hf("llama", "LlamaForCausalLM", of_words, **LLAMA),
-    hf(
-        "t5",
-        "T5ForConditionalGeneration",
-        of_two,
-        vocab_size=WORDS,
-        d_model=64,
-        d_kv=16,
-        d_ff=128,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-    ),
-    hf("bert", "BertForSequenceClassification", of_classes, **BERT),
-    hf(
-        "wav2vec2",
-        "Wav2Vec2ForCTC",
-        of_tones,
-        vocab_size=32,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=128,
-        conv_dim=(32, 32, 32),
-        conv_kernel=(10, 3, 3),
-        conv_stride=(5, 4, 2),
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4,
-        ctc_loss_reduction="mean",
-        mask_time_prob=0.0,
-    ),
-    hf("mixtral", "MixtralForCausalLM", of_words, **LLAMA, num_local_experts=4, num_experts_per_tok=2),
-]
-VISFORMER = timm("visformer_tiny", 64, img_size=64)
-"""Has a convolution that oneDNN computes wrongly on AMX units."""
+MODELS = {
+    model.name: model
+    for model in (
+        timm("vit_tiny_patch16_224", img_size=64, depth=4),
+        timm("mobilenetv3_small_100"),
+        timm("visformer_tiny", 64, img_size=64),  # has a convolution that oneDNN computes wrongly on AMX units
+        hf("gpt2", "GPT2LMHeadModel", of_words, vocab_size=WORDS, n_embd=64, n_layer=3, n_head=4, n_positions=64),
+        hf("llama", "LlamaForCausalLM", of_words, **LLAMA),
+        hf("t5", "T5ForConditionalGeneration", of_two, **T5),
+        hf("bert", "BertForSequenceClassification", of_classes, **BERT),
+        hf("wav2vec2", "Wav2Vec2ForCTC", of_tones, **WAV2VEC2),
+    )
+}
 
 NEEDED = [
     pytest.mark.slow,
@@ -161,9 +116,3 @@ NEEDED = [
         not all(map(importlib.util.find_spec, ("timm", "transformers"))), reason="needs timm and transformers"
     ),
 ]
-
-
-def chosen(names: Iterable[str], *slice: str) -> list[Any]:
-    """Rows for `pytest.mark.parametrize`: a slice of the networks with these names, or all with FOREIGN_MODELS=all."""
-    wanted = names if os.environ.get("FOREIGN_MODELS") == "all" else slice
-    return [pytest.param(model, id=model.name) for model in (*TIMM, *TRANSFORMERS) if model.name in wanted]

@@ -43,12 +43,14 @@ def sgd(net, rate=0.1):
     return torch.optim.SGD(net.parameters(), rate)
 
 
-def amps_step(amp, optimizer, loss):
-    """A step of a loop that uses `Amp`; returns its report and its loss."""
+def amps_step(amp, optimizer, loss, losses=None):
+    """A step of a loop that uses `Amp`; returns its report and its loss, which `losses` gets, too."""
 
     def step():
         with amp.autocast():
             result = loss()
+        if losses is not None:
+            losses.append(result.item())
         amp.backward(result)
         report = amp.step(optimizer)
         amp.update()
@@ -58,7 +60,7 @@ def amps_step(amp, optimizer, loss):
     return step
 
 
-def torchs_step(optimizer, loss, *, scaler=None, dtype=torch.float16, zeroes="first"):
+def torchs_step(optimizer, loss, *, scaler=None, dtype=torch.float16, zeroes="first", losses=None):
     """A step of torch's own loop; `dtype` None: in fp32. It zeroes gradients first, last or never."""
 
     def step():
@@ -66,6 +68,8 @@ def torchs_step(optimizer, loss, *, scaler=None, dtype=torch.float16, zeroes="fi
             optimizer.zero_grad()
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             result = loss()
+        if losses is not None:
+            losses.append(result.item())
         (result if scaler is None else scaler.scale(result)).backward()
         optimizer.step() if scaler is None else scaler.step(optimizer)
         if scaler is not None:

@@ -6,67 +6,189 @@ the change that the doctor asks for.
 
 from __future__ import annotations
 
-from faulty_code import (
-    angular,
-    angular_safely,
-    balanced,
-    balanced_safely,
-    bce_of_rounded,
-    beyond_fp32,
-    cosines,
-    cosines_safely,
-    deviation,
-    deviation_safely,
-    directions,
-    directions_safely,
-    divergence_by_hand,
-    exponentials,
-    features_in_16_bits,
-    flat_discriminator,
-    harmless,
-    heard_too_loud,
-    heavy_cross_entropy,
-    huge_weight,
-    in_place,
-    length_in_fp32,
-    length_of,
-    logarithms_of_rounded,
-    loud_attention,
-    loud_product,
-    louder,
-    mean_of_tokens,
-    minus_infinity,
-    minus_much,
-    normalised,
-    normalised_safely,
-    of_the_bright,
-    of_the_bright_if_any,
-    outer_product,
-    own_softplus,
-    phases_by_matmul,
-    phases_of_half,
-    poisoned_buffer,
-    poisoned_statistics,
-    poisoned_weight,
-    recomputed,
-    root_of_less,
-    root_of_more,
-    slope,
-    spectrum,
-    steep,
-    summed,
-    summed_in_fp32,
-    sure_head,
-    to_float,
-    to_half,
-    twice_of_large,
-    unit,
-    unit_safely,
-    with_attention,
-    with_positions,
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from planting import (
+    INF,
+    NAN,
+    Fault,
+    Plant,
+    Slot,
+    both,
+    drawn,
+    grown,
+    in_function,
+    in_functional,
+    in_net,
+    in_samples,
+    in_slot,
 )
-from planting import INF, NAN, Fault, Slot, both, drawn, grown, in_function, in_functional, in_net, in_samples, in_slot
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from recipes.speech import LogMel
+
+bce = functools.partial(F.binary_cross_entropy_with_logits, reduction="none")
+
+
+def in_place(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 1:3] *= 1e6
+    return x / 1e6
+
+
+def outer_product(x: Tensor) -> Tensor:
+    x = x * 500
+    return torch.bmm(x[:, :, None], x[:, None]).mean(2) / 1e4
+
+
+class Steep(torch.autograd.Function):
+    """The identity, with a gradient that is far too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 1e4 * 1e6
+
+
+def mean_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    only_long = torch.where(targets == 300, targets, -100)
+    return F.cross_entropy(logits.flatten(0, 1).float(), only_long.flatten())
+
+
+def divergence_by_hand(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
+    p = F.softmax(answers.float() / temperature, dim=1)
+    log_q = F.log_softmax(logits.float() / temperature, dim=1)
+    return (p * (p.log() - log_q)).sum(1).mean()
+
+
+def angular(largest: float) -> Callable[..., Tensor]:
+    def loss(embeddings: Tensor, temperature: float) -> Tensor:
+        z = F.normalize(embeddings.flatten(0, 1), dim=1)
+        angles = (z @ z.T).clamp(-largest, largest).acos()
+        other_view = torch.arange(len(z)).roll(len(z) // 2)
+        return F.cross_entropy((-angles / temperature).masked_fill(torch.eye(len(z)).bool(), -INF), other_view)
+
+    return loss
+
+
+def slope(penalty: str, amp: Any, D: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
+    images = torch.lerp(fake.float(), real, mix).detach().requires_grad_()
+    (gradient,) = amp.grad(D(images), images)
+    return (gradient.flatten(1).square().sum(1).sqrt() - 1).square().mean()
+
+
+class HandAttention(nn.Module):
+    """Attention as it is written by hand, with a causal mask, after a norm."""
+
+    def __init__(self, norm: nn.LayerNorm, *, loud: float = 1.0, hidden: int = 0) -> None:
+        super().__init__()
+        width = norm.normalized_shape[0]
+        self.norm = norm
+        self.qkv = nn.Linear(width, 3 * width)
+        self.loud, self.hidden = loud, hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        scores = torch.matmul(q * self.loud, (k * self.loud).transpose(1, 2))
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        # Padding on the left: the first tokens see nothing, not even themselves.
+        future[:, : self.hidden] = True
+        return x + torch.softmax(scores.masked_fill(future, -INF), dim=-1) @ v
+
+
+def with_attention(**options: Any) -> Plant:
+    def change(net: Any, mended: bool) -> None:
+        net.norm = HandAttention(net.norm, **({} if mended else options))
+
+    return in_net(change)
+
+
+class Positioned(nn.Module):
+    """Sines of the positions, added to the embeddings."""
+
+    def __init__(self, embed: nn.Embedding, phases: Callable[[int, int, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.phases = embed, phases
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return x + self.phases(tokens.shape[1], x.shape[-1], x).sin()
+
+
+OFFSET = 3000
+
+
+def phases_by_matmul(length: int, width: int, x: Tensor) -> Tensor:
+    ids = torch.arange(length).float() + OFFSET
+    frequencies = 10_000.0 ** (-torch.arange(width).float() / width)
+    return ids[:, None] @ frequencies[None]
+
+
+def phases_of_half(length: int, width: int, x: Tensor) -> Tensor:
+    ids = torch.arange(OFFSET, OFFSET + length, dtype=torch.float16)
+    return ids[:, None].float() * (10_000.0 ** (-torch.arange(width).float() / width))
+
+
+def phases_in_fp32(length: int, width: int, x: Tensor) -> Tensor:
+    ids = torch.arange(length).float() + OFFSET
+    return ids[:, None] * (10_000.0 ** (-torch.arange(width).float() / width))
+
+
+def with_positions(phases: Callable[..., Tensor]) -> Plant:
+    def change(net: Any, mended: bool) -> None:
+        net.embed = Positioned(net.embed, phases_in_fp32 if mended else phases)
+
+    return in_net(change)
+
+
+class Correlated(nn.Module):
+    """Maps of one network, correlated with each other in the forward pass of their parent."""
+
+    def __init__(self, net: nn.Module, loud: float) -> None:
+        super().__init__()
+        self.net, self.loud = net, loud
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.net(images)
+        rows = maps.flatten(1).clamp(-10, 10)[:, None] * self.loud
+        size = torch.bmm(rows, rows.transpose(1, 2))
+        return maps + size[:, :, None] / 1e9
+
+
+class Attended(nn.MultiheadAttention):
+    """torch's attention, whose parts are never called."""
+
+    def __init__(self, width: int, loud: float) -> None:
+        super().__init__(width, 2, batch_first=True)
+        self.loud = loud
+        self.in_proj_weight[2 * width :] *= loud
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        queries = x[:, None]
+        return x + super().forward(queries, queries, queries)[0][:, 0] / self.loud
+
+
+class Offset(nn.Module):
+    """Takes a mean away that lies in a buffer."""
+
+    mean: Tensor
+
+    def __init__(self, mean: float) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.0, mean]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.mean.sum()
+
 
 OF_STEP = {
     "classification": "loss = F.cross_entropy(model(images), labels, label_smoothing=knobs.label_smoothing)",
@@ -93,23 +215,23 @@ FAULTS = [
     Fault("a linear layer, and the next one that is given its numbers", "language_model", grown("blocks.0.up"),
           "overflow in a product", "aten.mm", "blocks.0.up", "return x + F.dropout(self.down(F.gelu(self.up(self.norm_mlp(x)), approximate=self.gelu)), dropout)",
           islands=("blocks.0.up", "blocks.0.down")),
-    Fault("a weight that fp16 does not hold", "classification", in_net(huge_weight),
+    Fault("a weight that fp16 does not hold", "classification", in_net(lambda net, mended: mended or net[3].weight[0, 0, 0, 0].fill_(1e5)),
           "overflow in a cast", "aten._to_copy", "3", OF_STEP["classification"], islands=("3",), samples=()),
     Fault("an attention product", "language_model", with_attention(loud=200.0),
           "overflow in a product", "aten.bmm", "norm", "scores = torch.matmul(q * self.loud, (k * self.loud).transpose(1, 2))",
           settings=QUIET, islands=("norm",)),
-    Fault("a product in the forward pass of the whole network", "segmentation", in_net(heard_too_loud),
+    Fault("a product in the forward pass of the whole network", "segmentation", in_net(lambda net, mended: Correlated(net, 1.0 if mended else 300.0)),
           "overflow in a product", "aten.bmm", "", "size = torch.bmm(rows, rows.transpose(1, 2))",
           settings=QUIET, islands=("",)),
     Fault("an outer product of features", "contrastive", in_slot("14", outer_product),
           "overflow in a product", "aten.bmm", "14", "return torch.bmm(x[:, :, None], x[:, None]).mean(2) / 1e4",
           settings=QUIET, islands=("14",)),
-    Fault("a custom function", "custom_function", in_net(loud_product),
+    Fault("a custom function", "custom_function", grown("1"),
           "overflow in a product", "aten.mm", "1", "return x.mm(weight.t())", islands=("1",)),
     Fault("a layer of the discriminator", "gan", grown("discriminator.2"),
           "overflow in a product", "aten.convolution", "discriminator.2", OF_STEP["gan"], settings=QUIET),
-    Fault("a factor in the discriminator", "gan", in_slot("discriminator.3", louder),
-          "overflow in a product", "aten.mul", "discriminator.3", "return F.leaky_relu(x * 1e6, 0.2) / 1e6",
+    Fault("a factor in the discriminator", "gan", in_slot("discriminator.3", lambda x: F.leaky_relu(x * 1e6, 0.2) / 1e6),
+          "overflow in a product", "aten.mul", "discriminator.3",
           settings=QUIET, islands=("discriminator.3",)),
     Fault("a layer of the second stage", "model_parallel", grown("9"),
           "overflow in a product", "aten.convolution", "9", "logits = model(images)", islands=("9",)),
@@ -128,31 +250,31 @@ FAULTS = [
     Fault("a teacher that answers in fp16", "distillation", grown("3", number=1),
           "overflow in a product", "aten.convolution", None, "answers = teacher(images.to(dtype))",
           step=2, override="amp=bf16"),
-    Fault("a sum of many numbers", "classification", in_slot("14", summed, summed_in_fp32),
-          "overflow in a reduction", "aten.sum", "14", "return x * (x * 10_000).sum(1, keepdim=True) / 1e6",
+    Fault("a sum of many numbers", "classification", in_slot("14", lambda x: x * (x * 10_000).sum(1, keepdim=True) / 1e6, lambda x: x * ((x * 10_000).float().sum(1, keepdim=True) / 1e6)),
+          "overflow in a reduction", "aten.sum", "14",
           islands=("14",)),
-    Fault("a norm of many numbers", "classification", in_slot("14", length_of, length_in_fp32),
-          "overflow in a reduction", "aten.linalg_vector_norm", "14", "return x * ((x * 40_000).norm(dim=1, keepdim=True) / 1e6)",
+    Fault("a norm of many numbers", "classification", in_slot("14", lambda x: x * ((x * 40_000).norm(dim=1, keepdim=True) / 1e6), lambda x: x * ((x * 40_000).float().norm(dim=1, keepdim=True) / 1e6)),
+          "overflow in a reduction", "aten.linalg_vector_norm", "14",
           islands=("14",), settings=QUIET),
-    Fault("a cast that stands in the code", "classification", in_slot("14", to_half, to_float),
-          "overflow in a cast", "aten._to_copy", "14", "return (x.float() * 1e6).to(torch.float16).float() / 1e6",
+    Fault("a cast that stands in the code", "classification", in_slot("14", lambda x: (x.float() * 1e6).to(torch.float16).float() / 1e6, lambda x: x.float() * 1e6 / 1e6),
+          "overflow in a cast", "aten._to_copy", "14",
           fix="code"),
-    Fault("a residual of large numbers", "classification", in_slot("14", twice_of_large),
-          "overflow in an addition", "aten.add", "14", "return (large + large) / 120_000", islands=("14",), settings=QUIET),
-    Fault("an exponential", "classification", in_slot("14", exponentials),
-          "overflow in a function", "aten.exp", "14", "return (x * 10).exp() / 1e4", islands=("14",), settings=QUIET),
-    Fault("a softplus by hand", "segmentation", in_slot("dropout", own_softplus),
-          "overflow in a function", "aten.exp", "dropout", "return torch.log(1 + torch.exp(x * 10)) / 10",
+    Fault("a residual of large numbers", "classification", in_slot("14", lambda x: (x.sigmoid() * 60_000 + x.sigmoid() * 60_000) / 120_000),
+          "overflow in an addition", "aten.add", "14", islands=("14",), settings=QUIET),
+    Fault("an exponential", "classification", in_slot("14", lambda x: (x * 10).exp() / 1e4),
+          "overflow in a function", "aten.exp", "14", islands=("14",), settings=QUIET),
+    Fault("a softplus by hand", "segmentation", in_slot("dropout", lambda x: torch.log(1 + torch.exp(x * 10)) / 10),
+          "overflow in a function", "aten.exp", "dropout",
           islands=("dropout",)),
-    Fault("attention of torch's own", "classification", in_net(loud_attention),
+    Fault("attention of torch's own", "classification", in_net(lambda net, mended: net.set_submodule("14", Attended(32, 1.0 if mended else 2e5))),
           "overflow in a product", "aten.addmm", "14", "return x + super().forward(queries, queries, queries)[0][:, 0] / self.loud",
           settings=QUIET, islands=("14",)),
     Fault("a part of a tensor, in place", "face_recognition", in_slot("7", in_place),
           "overflow in a product", "aten.mul_", "7", "x[:, 1:3] *= 1e6", settings=QUIET, islands=("7",)),
-    Fault("a function that is computed again in the backward pass", "model_parallel", in_slot("14", recomputed),
+    Fault("a function that is computed again in the backward pass", "model_parallel", in_slot("14", lambda x: checkpoint(outer_product, x, use_reentrant=False)),
           "overflow in a product", "aten.bmm", "14", "return torch.bmm(x[:, :, None], x[:, None]).mean(2) / 1e4",
           settings=QUIET, islands=("14",)),
-    Fault("an infinity that does no harm, and one that does", "classification", both(in_slot("8", harmless), grown("9")),
+    Fault("an infinity that does no harm, and one that does", "classification", both(in_slot("8", lambda x: x * torch.sigmoid(x.detach().abs() * 1e6 + 6e4)), grown("9")),
           "overflow in a product", "aten.convolution", "9", OF_STEP["classification"], settings=QUIET, islands=("9",)),
     Fault("16-bit weights", "classification", grown("3"),
           "overflow in a product", "aten.convolution", "3", OF_STEP["classification"],
@@ -161,18 +283,18 @@ FAULTS = [
           "overflow in a product", "aten.convolution", "0", OF_STEP["classification"],
           settings=(*QUIET, "accumulation=2"), islands=("0",)),
     # Beyond fp32.
-    Fault("a spectrum of numbers beyond fp32", "classification", in_slot("14", spectrum),
-          "overflow in fp32", "aten.mul", "14", "return x + torch.fft.rfft(x.float() * 1e38 * 1e6).abs().mean(1, keepdim=True)",
+    Fault("a spectrum of numbers beyond fp32", "classification", in_slot("14", lambda x: x + torch.fft.rfft(x.float() * 1e38 * 1e6).abs().mean(1, keepdim=True)),
+          "overflow in fp32", "aten.mul", "14",
           settings=BF16, fix="code"),
-    Fault("numbers beyond fp32", "classification", in_slot("14", beyond_fp32),
-          "overflow in fp32", "aten.mul", "14", "return x * x / 1e38", settings=("amp=fp32",), fix="code"),
-    Fault("numbers beyond fp32 in bf16", "contrastive", in_slot("14", beyond_fp32),
-          "overflow in fp32", "aten.mul", "14", "return x * x / 1e38", settings=BF16, fix="code"),
+    Fault("numbers beyond fp32", "classification", in_slot("14", lambda x: (x + 1) * 1e25 * ((x + 1) * 1e25) / 1e38),
+          "overflow in fp32", "aten.mul", "14", settings=("amp=fp32",), fix="code"),
+    Fault("numbers beyond fp32 in bf16", "contrastive", in_slot("14", lambda x: (x + 1) * 1e25 * ((x + 1) * 1e25) / 1e38),
+          "overflow in fp32", "aten.mul", "14", settings=BF16, fix="code"),
     # The backward pass, and the scale.
-    Fault("a loss that weighs too much", "classification", in_functional(cross_entropy=heavy_cross_entropy),
-          "overflow in a cast", "aten._to_copy", None, "return F.cross_entropy(*args, **kwargs) * 1e7",
+    Fault("a loss that weighs too much", "classification", in_functional(cross_entropy=lambda *args, **kwargs: F.cross_entropy(*args, **kwargs) * 1e7),
+          "overflow in a cast", "aten._to_copy", None,
           phase="backward"),
-    Fault("a custom backward", "classification", in_slot("14", steep, nn.Identity()),
+    Fault("a custom backward", "classification", in_slot("14", Steep.apply),
           "overflow in a product", "aten.mul", "14", "return grad * 1e4 * 1e6", phase="backward", settings=QUIET),
     Fault("a static loss scale that is too large", "classification", nothing,
           "loss scale too large", "aten._to_copy", None, OF_STEP["classification"],
@@ -185,27 +307,27 @@ FAULTS = [
           phase="backward", settings=("amp=fp16", "amp.init_scale=65536", "amp.growth_interval=1", "amp.max_scale=1e12"), step=3),
     Fault("the scale of a penalty", "gan", nothing,
           "loss scale too large", "aten._to_copy", None, "(gradient,) = amp.grad(D(images), images)", phase="backward"),
-    Fault("a root at zero", "classification", in_slot("14", deviation, deviation_safely),
-          "division or logarithm of zero", "aten.div", "14", "return x + (constant - constant.mean(1, keepdim=True)).square().sum(1, keepdim=True).sqrt()",
+    Fault("a root at zero", "classification", in_slot("14", lambda x: x + (x.float() * 0).square().sum(1, keepdim=True).sqrt(), lambda x: x + ((x.float() * 0).square().sum(1, keepdim=True) + 1e-6).sqrt()),
+          "division or logarithm of zero", "aten.div", "14",
           phase="backward", fix="code"),
-    Fault("the root in a gradient penalty, of a flat discriminator", "gan", both(in_net(flat_discriminator), in_function("gradient_penalty", slope)),
+    Fault("the root in a gradient penalty, of a flat discriminator", "gan", both(in_net(lambda nets, mended: nets["discriminator"][-2].weight.zero_()), in_function("gradient_penalty", slope)),
           "division or logarithm of zero", "aten.div", None, "return (gradient.flatten(1).square().sum(1).sqrt() - 1).square().mean()",
           phase="backward", settings=("amp=fp32",), fix="code"),
-    Fault("an arc cosine at 1", "contrastive", in_function("info_nce", angular, angular_safely),
-          "division or logarithm of zero", "aten.rsqrt", None, "angles = (z @ z.T).clamp(-1, 1).acos()",
+    Fault("an arc cosine at 1", "contrastive", in_function("info_nce", angular(1.0), angular(1 - 1e-5)),
+          "division or logarithm of zero", "aten.rsqrt", None, "angles = (z @ z.T).clamp(-largest, largest).acos()",
           phase="backward", settings=BF16, fix="code"),
     # Zeros.
-    Fault("a direction of nothing", "contrastive", in_slot("14", directions, directions_safely),
-          "division or logarithm of zero", "aten.div", "14", "return x / x.norm(dim=1, keepdim=True)",
+    Fault("a direction of nothing", "contrastive", in_slot("14", lambda x: x.float() * 0 / (x.float() * 0).norm(dim=1, keepdim=True), lambda x: x.float() * 0 / (x.float() * 0).norm(dim=1, keepdim=True).clamp(min=1e-6)),
+          "division or logarithm of zero", "aten.div", "14",
           settings=BF16, fix="code"),
     Fault("the logarithm of a probability of 0", "distillation", in_function("divergence", divergence_by_hand),
           "underflow in fp32", "aten.log", None, "return (p * (p.log() - log_q)).sum(1).mean()",
           settings=("amp=fp32", "recipe.temperature=0.001"), step=2, fix="code"),
-    Fault("a mean over nothing", "segmentation", in_function("LOSSES", {"logits": balanced}, {"logits": balanced_safely}),
-          "division or logarithm of zero", "aten.div", None, "return losses + (losses * rare).sum() / rare.sum()",
+    Fault("a mean over nothing", "segmentation", in_function("LOSSES", {"logits": lambda z, t: bce(z, t) + (bce(z, t) * (t * 0)).sum() / (t * 0).sum()}, {"logits": lambda z, t: bce(z, t) + (bce(z, t) * (t * 0)).sum() / (t * 0).sum().clamp(min=1)}),
+          "division or logarithm of zero", "aten.div", None,
           settings=BF16, fix="code"),
-    Fault("a mean of no features", "classification", in_slot("14", of_the_bright, of_the_bright_if_any),
-          "division or logarithm of zero", "aten.mean", "14", "return x + x[x > 1e3].mean()",
+    Fault("a mean of no features", "classification", in_slot("14", lambda x: x + x[x > 1e3].mean(), lambda x: x + x[x > 1e3].sum() / (x > 1e3).sum().clamp(min=1)),
+          "division or logarithm of zero", "aten.mean", "14",
           settings=QUIET, fix="code"),
     Fault("a loss of no tokens", "language_model", in_function("token_loss", mean_of_tokens),
           "division or logarithm of zero", "aten.nll_loss_forward", None, "return F.cross_entropy(logits.flatten(0, 1).float(), only_long.flatten())",
@@ -213,33 +335,33 @@ FAULTS = [
     Fault("a loss of no tokens above a frozen base", "finetuning", in_function("token_loss", mean_of_tokens),
           "division or logarithm of zero", "aten.nll_loss_forward", None, "return F.cross_entropy(logits.flatten(0, 1).float(), only_long.flatten())",
           settings=QUIET, fix="code"),
-    Fault("a root of negative numbers", "distillation", in_slot("14", root_of_less, root_of_more),
-          "outside the domain of a function", "aten.pow", "14", "return (x.float() - 1) ** 0.5",
+    Fault("a root of negative numbers", "distillation", in_slot("14", lambda x: (x.float() - 1) ** 0.5, lambda x: (x.float() + 1) ** 0.5),
+          "outside the domain of a function", "aten.pow", "14",
           settings=QUIET, step=2, fix="code"),
-    Fault("an eps that fp16 does not hold", "classification", in_slot("14", normalised, normalised_safely),
-          "eps lost in 16 bits", "aten.div", "14", "return x / (x.abs().sum(1, keepdim=True) + 1e-8)",
+    Fault("an eps that fp16 does not hold", "classification", in_slot("14", lambda x: x * 0 / ((x * 0).abs().sum(1, keepdim=True) + 1e-8), lambda x: x * 0 / ((x * 0).abs().sum(1, keepdim=True) + 1e-3)),
+          "eps lost in 16 bits", "aten.div", "14",
           islands=("14",), settings=QUIET),
-    Fault("mel filters under autocast", "speech", in_net(features_in_16_bits),
-          "eps lost in 16 bits", "aten.log", "features", "return (self.filters @ spectrum.abs().square() + 1e-8).log()",
+    Fault("mel filters under autocast", "speech", in_net(lambda net, mended: mended or setattr(net, "features", LogMel())),
+          "eps lost in 16 bits", "aten.log", "features",
           islands=("features",)),
-    Fault("F.normalize of zeros", "face_recognition", in_slot("7", unit, unit_safely),
-          "eps lost in 16 bits", "aten.div", "7", "return x + F.normalize(x * 0, dim=1)",
+    Fault("F.normalize of zeros", "face_recognition", in_slot("7", lambda x: x + F.normalize(x * 0, dim=1), lambda x: x + F.normalize(x * 0, dim=1, eps=1e-3)),
+          "eps lost in 16 bits", "aten.div", "7",
           settings=("amp=fp16", "amp.init_scale=4"), islands=("7",)),
-    Fault("cosine similarity of zeros", "distillation", in_slot("14", cosines, cosines_safely),
-          "eps lost in 16 bits", "aten.div", "14", "return x * F.cosine_similarity(x * 0, x, dim=1)[:, None]",
+    Fault("cosine similarity of zeros", "distillation", in_slot("14", lambda x: x * F.cosine_similarity(x * 0, x, dim=1)[:, None], lambda x: x * F.cosine_similarity(x * 0, x, dim=1, eps=1e-3)[:, None]),
+          "eps lost in 16 bits", "aten.div", "14",
           step=2, islands=("14",), settings=QUIET),
-    Fault("a sigmoid in fp16 before the loss", "segmentation", both(in_net(sure_head), in_function("LOSSES", {"logits": bce_of_rounded})),
-          "16-bit sigmoid before a logarithm", "aten._to_copy", None, 'return F.binary_cross_entropy(probability.float(), targets, reduction="none")',
+    Fault("a sigmoid in fp16 before the loss", "segmentation", both(in_net(lambda net, mended: net.head.bias.fill_(10.0)), in_function("LOSSES", {"logits": lambda z, t: F.binary_cross_entropy(torch.sigmoid(z).float(), t, reduction="none")})),
+          "16-bit sigmoid before a logarithm", "aten._to_copy", None,
           phase="backward", settings=QUIET),
-    Fault("a sigmoid in fp16 before a logarithm by hand", "segmentation", both(in_net(sure_head), in_function("LOSSES", {"logits": logarithms_of_rounded})),
-          "16-bit sigmoid before a logarithm", "aten.log", None, "return -(targets * torch.log(p) + (1 - targets) * torch.log(1 - p)).float()",
+    Fault("a sigmoid in fp16 before a logarithm by hand", "segmentation", both(in_net(lambda net, mended: net.head.bias.fill_(10.0)), in_function("LOSSES", {"logits": lambda z, t: -(t * torch.log(torch.sigmoid(z)) + (1 - t) * torch.log(1 - torch.sigmoid(z))).float()})),
+          "16-bit sigmoid before a logarithm", "aten.log", None,
           settings=QUIET),
     # Infinities that the program writes.
     Fault("a row of attention with no key left", "language_model", with_attention(hidden=2),
           "nothing left by a mask", "aten._softmax", "norm", "return x + torch.softmax(scores.masked_fill(future, -INF), dim=-1) @ v",
           settings=BF16, fix="code"),
-    Fault("a forbidden class under label smoothing", "classification", in_net(lambda net, mended: net.append(Slot(minus_much if mended else minus_infinity))),
-          "infinite constant", "aten.masked_fill", "16", "return x.masked_fill(forbidden, -INF)",
+    Fault("a forbidden class under label smoothing", "classification", in_net(lambda net, mended: net.append(Slot(lambda x: x.masked_fill(torch.arange(x.shape[1]) == 0, -1e4 if mended else -INF)))),
+          "infinite constant", "aten.masked_fill", "16",
           settings=("amp=bf16", "recipe.label_smoothing=0.1"), fix="code"),
     Fault("an infinity that is added", "face_recognition", nothing,
           "infinite constant", "aten.add", "0",
@@ -258,13 +380,13 @@ FAULTS = [
           "position collision", "aten.arange", "embed", "ids = torch.arange(OFFSET, OFFSET + length, dtype=torch.float16)",
           fix="code"),
     # What was bad before.
-    Fault("a poisoned weight", "classification", in_net(poisoned_weight),
+    Fault("a poisoned weight", "classification", in_net(lambda net, mended: mended or net[6].weight[3, 2, 1, 1].fill_(NAN)),
           "poisoned weight", phase="before", settings=BF16, tensor="weight 6.weight", fix="data"),
-    Fault("a poisoned weight of one of two networks with the same names", "distillation", in_net(poisoned_weight),
+    Fault("a poisoned weight of one of two networks with the same names", "distillation", in_net(lambda net, mended: mended or net[6].weight[3, 2, 1, 1].fill_(NAN)),
           "poisoned weight", phase="before", settings=BF16, step=2, tensor="weight 6.weight", fix="data"),
-    Fault("a poisoned buffer", "classification", in_net(poisoned_buffer),
+    Fault("a poisoned buffer", "classification", in_net(lambda net, mended: net.set_submodule("14", Offset(0.0 if mended else INF))),
           "poisoned buffer", phase="before", settings=BF16, tensor="buffer 14.mean", fix="data"),
-    Fault("poisoned statistics of a teacher", "distillation", in_net(poisoned_statistics, number=1),
+    Fault("poisoned statistics of a teacher", "distillation", in_net(lambda net, mended: mended or net[4].running_var[1].fill_(NAN), number=1),
           "poisoned buffer",
           phase="before", settings=BF16, step=2, tensor="buffer BatchNorm2d.running_var", fix="data"),
     Fault("a sample that is not a number", "classification", in_samples({drawn(2): NAN}),

@@ -30,7 +30,7 @@ class Fault:
     op: str = ""
     module: str | None = None
     code: str = ""
-    """The line that is to be named, as it stands in its file; not asked for when empty."""
+    """The line that is to be named, as it stands in its file; when empty, that of the function that was planted."""
     phase: str = "forward"
     settings: tuple[str, ...] = ("amp=fp16",)
     mended: tuple[str, ...] = ()
@@ -48,9 +48,6 @@ class Fault:
     """Indices in the data set; not asked for when None."""
 
 
-# --- where faults are planted -----------------------------------------------------------------------------------------
-
-
 def in_net(change: Callable[[Any, bool], Any], *, number: int = 0) -> Plant:
     """`change(net, mended)` after the network was built; it may return another one.
 
@@ -65,7 +62,8 @@ def in_net(change: Callable[[Any, bool], Any], *, number: int = 0) -> Plant:
             net = build(*args, **kwargs)
             built.append(net)
             with torch.no_grad():
-                return (change(net, mended) if len(built) == number + 1 else None) or net
+                made = change(net, mended) if len(built) == number + 1 else None
+            return made if isinstance(made, nn.Module) else net
 
         patch(recipe, "build_model", build_faulty)
 
@@ -81,6 +79,12 @@ def in_function(name: str, faulty: Any, mended: Any = None) -> Plant:
         elif mended is not None:
             patch(recipe, name, mended)
 
+    return of(plant, faulty["logits"] if isinstance(faulty, dict) else faulty)
+
+
+def of(plant: Plant, function: Any) -> Plant:
+    """The plant of a function, whose line is to be named."""
+    plant.function = function  # type: ignore[attr-defined]
     return plant
 
 
@@ -91,7 +95,7 @@ def in_functional(**functions: Callable[..., Any]) -> Plant:
         if not mended:
             patch(recipe, "F", types.SimpleNamespace(**(vars(F) | functions)))
 
-    return plant
+    return of(plant, next(iter(functions.values())))
 
 
 def in_samples(bad: dict[int, float]) -> Plant:
@@ -131,7 +135,7 @@ def both(*plants: Plant) -> Plant:
         for each in plants:
             each(recipe, patch, mended)
 
-    return plant
+    return of(plant, next((each.function for each in plants if hasattr(each, "function")), None))  # type: ignore[attr-defined]
 
 
 def drawn(row, *, step=1, micro=0, accumulation=1, num_samples=96, rank=0, num_ranks=1) -> int:
@@ -158,7 +162,7 @@ def in_slot(name: str, faulty: Callable[[Tensor], Tensor], mended: Callable[[Ten
     def change(net: nn.Module, is_mended: bool) -> None:
         net.set_submodule(name, Slot((mended or nn.Identity()) if is_mended else faulty))
 
-    return in_net(change)
+    return of(in_net(change), faulty)
 
 
 def grown(*names: str, largest: float = 3e4, number: int = 0) -> Plant:

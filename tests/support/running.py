@@ -107,21 +107,20 @@ def timeless(metrics):
 
 
 def differing(a, b, path=""):
-    """Paths at which two nested states differ in any bit."""
-    if isinstance(a, torch.Tensor):
-        same = (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-        )
+    """Where two nested states differ in any bit."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape
+        same = same and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         return [] if same else [path]
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), (path, a.keys() ^ b.keys())
-        return [d for key in a for d in differing(a[key], b[key], f"{path}.{key}")]
-    if isinstance(a, list | tuple):
-        assert len(a) == len(b), path
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differing(x, y, f"{path}[{i}]")]
-    return [] if a == b or (a != a and b != b) else [path]
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return [f"{path}: {sorted(map(str, a.keys() ^ b.keys()))} on one side only"]
+        return [found for key in a for found in differing(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        if len(a) != len(b):
+            return [f"{path}: {len(a)} and {len(b)} items"]
+        return [found for i, pair in enumerate(zip(a, b, strict=True)) for found in differing(*pair, f"{path}[{i}]")]
+    return [] if a == b or (a != a and b != b) else [f"{path}: {a!r} and {b!r}"]
 
 
 def same_but(a, b, *ignored):

@@ -2,6 +2,8 @@
 
 COMMON = ["device=cpu", "log.progress=false", "save_every=1000", "eval_every=1000", "log_every=1", "batch_size=4"]
 IMAGES = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4"]
+RUN = [*IMAGES, "model.options.width=8", "device=cpu", "log.progress=false", "batch_size=8"]
+"""Of the default recipe, one process."""
 SMALL: dict[str, list[str]] = {
     "classification": [*IMAGES, "model.options.width=8"],
     "contrastive": [*IMAGES, "model.options.width=8", "recipe.embedding=8", "recipe.num_neighbours=3"],

@@ -91,9 +91,6 @@ def _is_module(name: str) -> bool:
         return False
 
 
-# --- what is computed -------------------------------------------------------------------------------------------------
-
-
 def network() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 4))
@@ -372,9 +369,6 @@ def without(*names: str, folder: Path) -> dict[str, dict[str, Any]]:
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
 
 
 def compute(name: str, features: dict[str, Callable[[], Any]], lines: list[str]) -> dict[str, str]:

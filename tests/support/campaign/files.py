@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from damaged import damage
+from running import differing
 from torch._utils import _rebuild_tensor_v2
 
 from amp_core.checkpoints import shards
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError
 from campaign import ROOT, Plan, Result
-from campaign.harness import TELLING, Child, arguments, checkpoints, column_of, first, outcome, run, start, unequal
-
-# --- damage -----------------------------------------------------------------------------------------------------------
+from campaign.harness import TELLING, Child, arguments, checkpoints, first, run, start
 
 
 def make_run(folder: Path, *settings: str, num_ranks: int = 1) -> Path:
@@ -82,56 +81,11 @@ def _damaged(plan: Plan, folder: Path, result: Result) -> None:
             result.expect(False, case, f"{what}: {type(error).__name__}: {error}")
         else:
             if result.expect(expected is not None, case, f"{what}: accepted although none is sound"):
-                found = unequal(sound[steps[expected or 0]], contents)
+                found = differing(sound[steps[expected or 0]], contents)
                 result.expect(not found, case, f"{what}: accepted, with other contents: {first(found)}")
         said = " ".join(notes)
         result.expect(all(str(path) in said for path in newer), case, f"{what}: not named in {said!r}")
         mend()
-    _whole_runs(plan, folder, steps, is_sharded, result)
-
-
-def _of_its_end(folder: Path) -> dict[str, Any]:
-    """What a run came to, without evaluations before its end: one that resumes from before the step at which the shorter
-    run ended does not evaluate there."""
-    found = outcome(folder)
-    *earlier, last = found["lines"]
-    return found | {"lines": [*(line for line in earlier if line["split"] == "train"), last]}
-
-
-def _whole_runs(plan: Plan, folder: Path, steps: list[Path], is_sharded: bool, result: Result) -> None:
-    """The same, seen by a user who goes on with the run."""
-    command = arguments(*TELLING, "steps=8", "save_every=2", "checkpoint.keep=3")
-    num_ranks = 1
-    if is_sharded:
-        command, num_ranks = [*command, "checkpoint=sharded"], 2
-    whole = folder.with_name("whole")
-    shutil.copytree(folder, whole)
-    assert run(whole, command, num_ranks=num_ranks) == [0] * num_ranks
-    expected = _of_its_end(whole)
-    loop, short, long = ("damage of runs in shards", 1, 20) if is_sharded else ("damage of runs", 3, 40)
-    for case, rng in plan.cases(loop, short=short, long=long):
-        again = folder.with_name("again")
-        shutil.copytree(folder, again)
-        places = [again / "checkpoints" / path.name for path in steps]
-        broken = [[2], [1, 2], [0, 1, 2]][case % 3]
-        what = ", ".join(damage(places[i], steps[(i + 1) % 3], rng) for i in broken)
-        child, *others = start(again, command, num_ranks=num_ranks)
-        code = child.wait()
-        codes = [code, *(other.wait() for other in others)]
-        result.expect(len(set(codes)) == 1, case, f"{what}: the ranks end with {codes}")
-        result.counts["runs continued beside damaged checkpoints"] += 1
-        named = all(str(places[i]) in child.text for i in broken)
-        result.expect(named and "Traceback" not in child.text, case, f"{what}: said {child.text[-500:]!r}")
-        if len(broken) == 3:
-            result.expect(code == 3, case, f"{what}: none is sound, and the exit code is {code}")
-        elif result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-500:]}"):
-            found = unequal(expected, _of_its_end(again))
-            result.expect(not found, case, f"{what}: went on to another result: {first(found)}", column_of(found))
-        shutil.rmtree(again)
-        child.output.unlink()
-
-
-# --- pickles ----------------------------------------------------------------------------------------------------------
 
 
 class Evil:

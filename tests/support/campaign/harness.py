@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import running
 import small
 import torch
 import torch.distributed as dist
+from running import checkpoints, summary, timeless
+from running import lines as all_lines
 
 import train
 from amp_core.checkpoints.reading import read
@@ -295,26 +296,15 @@ def wait_until(condition: Callable[[], object], child: Child, seconds: float = 6
     return True
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    return sorted((folder / "checkpoints").glob("step_*"))
-
-
 def state(folder: Path) -> dict[str, Any]:
     """The newest checkpoint of a run, as plain PyTorch reads it; one in shards as the project does."""
     path = checkpoints(folder)[-1]
     return read(path) if [*path.glob("*.safetensors")] else torch.load(path / "state.pt", weights_only=True)
 
 
-def summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
-
-
 def lines(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl, without what the clock decides."""
-    return running.timeless(running.lines(folder))
+    return timeless(all_lines(folder))
 
 
 def last_step(folder: Path) -> int:
@@ -335,27 +325,10 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {"state": saved | {"config": None}, "lines": read, "summary": kept}
 
 
-def unequal(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two values differ in any bit, or in their type."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and a.shape == b.shape
-        same = same and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-        return [] if same else [path]
-    if isinstance(a, dict) and isinstance(b, dict):
-        if a.keys() != b.keys():
-            return [f"{path}: {sorted(map(str, a.keys() ^ b.keys()))} on one side only"]
-        return [found for key in a for found in unequal(a[key], b[key], f"{path}.{key}")]
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        if len(a) != len(b):
-            return [f"{path}: {len(a)} and {len(b)} items"]
-        return [found for i, pair in enumerate(zip(a, b, strict=True)) for found in unequal(*pair, f"{path}[{i}]")]
-    return [] if type(a) is type(b) and (a == b or (a != a and b != b)) else [f"{path}: {a!r} and {b!r}"]
-
-
 def first(found: list[str], count: int = 3) -> str:
     return "; ".join(found[:count]) + (f" and {len(found) - count} more" if len(found) > count else "")
 
 
 def column_of(found: list[str]) -> str:
-    """What a difference that `unequal` found in an outcome is counted as."""
+    """What a difference that `differing` found in an outcome is counted as."""
     return "differing lines" if all(path.startswith(".lines") for path in found) else "lost"

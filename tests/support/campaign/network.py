@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from campaign import ROOT, Plan, Result
-from campaign.harness import TELLING, Child, arguments, last_step, lines, outcome, state, wait_until
+from campaign.harness import TELLING, Child, arguments, last_step, outcome, wait_until
 from campaign.runs import BAD, Alone, Kind, clear, expect_same
 
 NODES = {"faults1": "10.231.7.1", "faults2": "10.231.7.2"}
@@ -118,8 +118,6 @@ def network(plan: Plan) -> Result:
     result = Result()
     folder = plan.inside("network")
     try:
-        with two_machines(folder) as hosts:
-            _comes_and_goes(plan, folder, hosts, result)
         with two_machines(folder, lossy=True) as hosts:
             _cuts(plan, folder, hosts, result)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -165,55 +163,3 @@ def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
         clear(torn)
     shutil.rmtree(torn, ignore_errors=True)
     result.facts["timeout, and longest until both machines had ended"] = f"{60 * TIMEOUT:.0f} s, {longest:.0f} s"
-
-
-def _comes_and_goes(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
-    """layout.nnodes=1:2: the machine that holds the meeting point goes on alone, until the other one is back."""
-    torn, steps = folder / "elastic", 4000
-    nodes = ("layout.nnodes=1:2", "layout.max_restarts=3", "layout.timeout_minutes=0.1")
-    kind = ("model=mlp", "amp=bf16", f"steps={steps}", "save_every=50", "log_every=1", "eval_every=100000", *nodes)
-    command = [item for item in arguments(*kind) if "width" not in item]
-    one, two = NODES
-    waits = []
-    for case, rng in plan.cases("elastic", short=0, long=2):
-        job = f"faults{time.time_ns()}"
-        survivor, lost = _launch(torn, hosts, command, job)
-        step = rng.randrange(60, 300)
-        begun = wait_until(lambda step=step: last_step(torn) >= step, survivor, 120)
-        if not result.expect(begun, case, f"it does not begin: {survivor.text[-700:]} {lost.text[-700:]}"):
-            survivor.kill()
-            lost.kill()
-            clear(torn)
-            continue
-        if case % 2:
-            what = f"the launcher of {two} is killed at step {step}"
-            lost.kill()
-        else:
-            what = f"the cable of {two} is pulled at step {step}"
-            _ip("-n", two, "link", "set", two, "down")
-        began = time.monotonic()
-        alone = wait_until(lambda: "on 1 rank(s)" in _log(torn), survivor, 180)
-        waits.append(time.monotonic() - began)
-        result.expect(alone, case, f"{what}: {one} does not go on alone: {survivor.text[-1500:]}")
-        result.expect(lost.wait(180) not in (None, 0), case, f"{what}: {two} ends with {lost.code}: {lost.text[-700:]}")
-        _ip("-n", two, "link", "set", two, "up")
-        (back,) = _launch(torn, hosts, command, job, on=two)
-        codes = [child.wait(300) for child in (survivor, back)]
-        texts = [child.text[-1500:] for child in (survivor, back)]
-        if result.expect(codes == [0, 0], case, f"{what}: ends with {codes}: {texts}"):
-            log = _log(torn)
-            worlds = [line.split(" on ")[1][0] for line in log.splitlines() if " x cpu, " in line]
-            result.expect(worlds == ["2", "1", "2"], case, f"{what}: ran on {worlds} ranks")
-            found = [line["step"] for line in lines(torn) if line["split"] == "train"]
-            result.expect(found == list(range(1, steps + 1)), case, f"{what}: lines of {len(found)} steps")
-            samples = state(torn)["progress"]["samples"]
-            result.expect(samples == 8 * steps, case, f"{what}: {samples} samples in {steps} steps of 8")
-            result.counts["machines lost by an elastic run, and returned"] += 1
-        clear(torn)
-    if waits:
-        result.facts["longest until the other machine continued alone"] = f"{max(waits):.0f} s"
-
-
-def _log(folder: Path) -> str:
-    path = folder / "train.log"
-    return path.read_text() if path.exists() else ""

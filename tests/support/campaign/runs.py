@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import os
 import random
 import shutil
@@ -17,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import system_calls
+from running import differing
 
 import train
-from amp_core.checkpoints.parts import gather_full_state
 from amp_core.data import loading
-from amp_core.run.loop import Loop
 from amp_core.run.stop import SIGNALS, Stop, exit_code_of
-from amp_core.step.amp import Amp
-from amp_core.tensors import unwrap
 from campaign import Plan, Result
 from campaign.drawn import drawn_kind
 from campaign.harness import (
@@ -43,7 +38,6 @@ from campaign.harness import (
     start,
     state,
     summary,
-    unequal,
     wait_until,
     wait_without_partner,
 )
@@ -93,7 +87,7 @@ class Alone:
 
 def expect_same(expected: Any, told: Any, result: Result, case: object, what: str) -> None:
     """Two outcomes must agree in every bit."""
-    found = unequal(expected, told)
+    found = differing(expected, told)
     result.expect(not found, case, f"{what}: another result: {first(found)}", column_of(found))
 
 
@@ -113,8 +107,6 @@ def clear(folder: Path) -> None:
     for path in folder.parent.glob(f"{folder.name}.*"):
         path.unlink()
 
-
-# --- kills ------------------------------------------------------------------------------------------------------------
 
 BAD = "debug.inject={where: batch, step: 4}"
 SHARDS = ("checkpoint=sharded", "checkpoint.background=true")
@@ -237,9 +229,6 @@ def kills(plan: Plan) -> Result:
     if longest:
         result.facts["longest until the partners of a killed rank ended"] = f"{longest:.1f} s"
     return result
-
-
-# --- signals ----------------------------------------------------------------------------------------------------------
 
 
 def _note_polls(rank: int, *, folder: Path) -> None:
@@ -370,9 +359,6 @@ def _evaluations(plan: Plan, folder: Path, result: Result) -> None:
     result.facts["most batches of an evaluation after a signal"] = str(most)
 
 
-# --- restarts ---------------------------------------------------------------------------------------------------------
-
-
 def descendants(pid: int) -> list[int]:
     """Process ids of what a process has started, and of what these have, in order of their start."""
     try:
@@ -429,91 +415,4 @@ def restarts(plan: Plan) -> Result:
         if result.expect(code == 0, case, f"{what}: exit code {code}: {child.text[-1500:]}"):
             expect_same(expected, outcome(torn), result, case, what)
         clear(torn)
-    return result
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-def _note_replicas(rank: int, *, folder: Path, poison: tuple[int, int] | None) -> None:
-    """Note after each step what must be the same on all ranks; and, at (rank, step), spoil a gradient of its own part.
-
-    What `debug.inject` spoils reaches all ranks with the sum of the gradients; the part of a head does not.
-    """
-    save, step = Loop._save, Amp.step
-    count = 0
-
-    def saved(self: Loop, **how: Any) -> None:
-        save(self, **how)
-        digest = hashlib.sha256()
-        for net in self.nets:
-            for value in gather_full_state(dict(unwrap(net).named_parameters())).values():  # all parts, on every rank
-                digest.update(value.detach().float().contiguous().numpy().tobytes())
-        facts = [self.step, int(self.amp.num_skipped), float(self.amp.scaler.scale), digest.hexdigest()]
-        with open(folder.with_name(f"{folder.name}.{rank}.replicas"), "a") as file:
-            print(json.dumps(facts), file=file)
-
-    def stepped(self: Amp, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        if poison == (rank, count):
-            for each in kwargs["sharded"]:
-                each.param_groups[0]["params"][0].grad.view(-1)[0] = float("inf")
-        return step(self, optimizer, *args, **kwargs)
-
-    setattr(Loop, "_save", saved)  # noqa: B010 - an observer
-    setattr(Amp, "step", stepped)  # noqa: B010
-
-
-def _but_skips(saved: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without its configuration and without the counts of skipped steps."""
-    progress = {key: value for key, value in saved["progress"].items() if not key.startswith("skipped")}
-    return saved | {"config": None, "progress": progress}
-
-
-def ranks(plan: Plan) -> Result:
-    """Gradients that are not finite on one rank only: all skip that step, and replicas stay equal in every bit."""
-    result = Result()
-    folder = plan.inside("ranks")
-    torn, clean = folder / "torn", folder / "clean"
-    for case, rng in plan.cases("ranks", short=8, long=48):
-        recipe = ["classification", "face_recognition"][case % 2]
-        where = ["batch", "gradient", "activation", "part"][case // 2 % 4]
-        num_ranks = rng.choice([2, 2, 3]) if plan.long else 2
-        bad_rank, step = rng.randrange(num_ranks), rng.randrange(1, 6)
-        poison = (bad_rank, step) if where == "part" else None
-        if where == "part":
-            recipe = "face_recognition"
-        layout = ["ddp", "fsdp", "ddp", "hsdp", "fsdp"][case % 5]
-        if layout == "hsdp":
-            num_ranks = 4 if plan.long else 2
-        mode = ["fp16", "bf16", "fp32"][case // 2 % 3]
-        fixed = ["amp.dynamic=false", "amp.init_scale=256"] if mode == "fp16" else []
-        fused = f"optimizer.fused={str(case % 4 < 2).lower()}"
-        ema = ["ema.decay=0.9"] if case % 3 else []
-        command = arguments(
-            *("steps=6", "save_every=1", "accumulation=2", "clip=norm", f"amp={mode}", fused, *ema, *fixed),
-            recipe=recipe,
-        )
-        command += [f"layout={layout}", *(["layout.shard_size=2"] if layout == "hsdp" else [])]
-        inject = f"debug.inject={{where: {where}, step: {step}, rank: {bad_rank}, value: {rng.choice(['inf', 'nan'])}}}"
-        bad = command if poison else [*command, inject]
-        children = start(
-            torn, bad, num_ranks=num_ranks, before=functools.partial(_note_replicas, folder=torn, poison=poison)
-        )
-        codes = [child.wait() for child in children]
-        what = f"{recipe} in {mode}, {layout}, {fused}, {where} of rank {bad_rank} of {num_ranks} in step {step}"
-        result.counts[f"non-finite gradients on one rank ({layout})"] += 1
-        dropped = [*command, f"debug.inject={{where: drop, step: {step}}}"]
-        if result.expect(codes == [0] * num_ranks, case, f"{what}: exit codes {codes}: {children[0].text[-700:]}"):
-            notes = [torn.with_name(f"torn.{rank}.replicas").read_text() for rank in range(num_ranks)]
-            result.expect(len(set(notes)) == 1, case, f"{what}: the ranks differ")
-            skipped = [json.loads(line)[1] for line in notes[0].splitlines()]
-            one = [int(number >= step) for number in range(1, 7)]
-            result.expect(skipped == one, case, f"{what}: steps skipped so far: {skipped}")
-            assert run(clean, dropped, num_ranks=num_ranks) == [0] * num_ranks
-            found = unequal(_but_skips(state(clean)), _but_skips(state(torn)))
-            result.expect(not found, case, f"{what}: not the run that never saw it: {first(found)}")
-        clear(torn)
-        clear(clean)
     return result

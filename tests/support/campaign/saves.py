@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ import system_calls
 from system_calls import Call, Calls
 from torch import nn
 
-from amp_core.checkpoints import folders, plain_state
+from amp_core.checkpoints import folders
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.config import files
 from amp_core.config.errors import CheckpointError, SaveError
@@ -177,41 +176,12 @@ def saves(plan: Plan) -> Result:
             continue
         stage = Stage(plan.inside(f"saves{number}"), scene)
         trace = stage.trace(scene)
-        if scene.way.get("background"):
-            _snapshot(stage, scene, f"{number} ({name})", result)
-            if not plan.long:
-                continue
+        if scene.way.get("background") and not plan.long:
+            continue
         deaths(stage, scene, trace, f"{number} ({name})", result)
         _power_cuts(stage, scene, trace, f"{number} ({name})", result, plan)
         _errors(stage, scene, trace, f"{number} ({name})", result)
     return result
-
-
-def _snapshot(stage: Stage, scene: Scene, case: str, result: Result) -> None:
-    """Training goes on before anything was written: what is saved are the weights of before."""
-    stage.reset()
-
-    def act() -> int:
-        go, wait = threading.Event(), plain_state.Copies.wait
-        setattr(plain_state.Copies, "wait", lambda self: go.wait() and wait(self))  # noqa: B010
-        net = net_of(scene.step)
-        checkpoint = Checkpoint(stage.folder, model=net, **scene.way)
-        for step in (scene.step, scene.step + 1):
-            go.clear()
-            checkpoint.save(step)
-            for weight in net.parameters():
-                weight.data.fill_(step + 1.0)
-            go.set()
-            checkpoint.wait()
-            loaded = net_of(-1)
-            Checkpoint(stage.folder, writer=False, model=loaded).load()
-            if {value.item() for weight in loaded.parameters() for value in weight.unique()} != {float(step)}:
-                return 1
-        return 0
-
-    code = Child(act, stage.output).wait()
-    result.counts["saves in the background while weights change"] += 1
-    result.expect(code == 0, case, f"what was saved is not what was there ({code}): {stage.output.read_text()[-300:]}")
 
 
 def deaths(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result) -> None:
@@ -246,9 +216,6 @@ def _errors(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Re
             result.expect(code in (0, 4), case, f"{what}: exit code {code}: {stage.output.read_text()[-300:]}")
             for problem in wrong_with(stage.folder, scene, acknowledged=code == 0):
                 result.expect(False, case, f"{what}, exit code {code}: {problem}")
-
-
-# --- power cuts -------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -1,6 +1,6 @@
-/* Loaded before libc (LD_PRELOAD): calls below one folder fail from a moment on, and the clock of the day is moved.
+/* Loaded before libc (LD_PRELOAD): calls below one folder fail from a moment on.
  *
- * Does nothing until a process asks for it, by `shim_fail` or `shim_clock`; what is forked from there inherits it.
+ * Does nothing until a process asks for it, by `shim_fail`; what is forked from there inherits it.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -11,8 +11,6 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/time.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { OPEN = 1, WRITE = 2, FSYNC = 4, RENAME = 8 };
@@ -22,8 +20,6 @@ static size_t length;
 static int kinds, error_number;
 static long first, last;
 static atomic_long count, failed;
-static long long shift;
-static double shifts_at = -1;
 
 /* Calls of `which` kinds below `folder` get a number from 1 on; those from `from` to `to` fail. 0: none does. */
 void shim_fail(const char *folder, int which, long from, long to, int number) {
@@ -34,16 +30,6 @@ void shim_fail(const char *folder, int which, long from, long to, int number) {
 }
 long shim_count(void) { return count; }
 long shim_failed(void) { return failed; }
-
-static double now(void) {
-    struct timespec t;
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    real(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-/* In `after` seconds the clock of the day is set by `seconds`, which may be negative. */
-void shim_clock(double after, long long seconds) { shifts_at = now() + after, shift = seconds; }
 
 static int below(const char *path) {
     char full[PATH_MAX];
@@ -117,24 +103,4 @@ int rename(const char *from, const char *to) {
 int renameat(int from_folder, const char *from, int to_folder, const char *to) {
     REAL(renameat);
     return below_at(to_folder, to) && fails(RENAME) ? -1 : real(from_folder, from, to_folder, to);
-}
-
-static long long moved(void) { return shifts_at >= 0 && now() >= shifts_at ? shift : 0; }
-int clock_gettime(clockid_t clock, struct timespec *t) {
-    REAL(clock_gettime);
-    int code = real(clock, t);
-    if (!code && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) t->tv_sec += moved();
-    return code;
-}
-int gettimeofday(struct timeval *t, void *zone) {
-    REAL(gettimeofday);
-    int code = real(t, zone);
-    if (!code) t->tv_sec += moved();
-    return code;
-}
-time_t time(time_t *t) {
-    struct timespec found;
-    clock_gettime(CLOCK_REALTIME, &found);
-    if (t) *t = found.tv_sec;
-    return found.tv_sec;
 }

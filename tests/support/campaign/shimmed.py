@@ -1,4 +1,4 @@
-"""Calls that fail below the run folder, and a clock that is set back: by a small library that is loaded before libc."""
+"""Calls that fail below the run folder: by a small library that is loaded before libc."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import train
 from amp_core.checkpoints.folders import is_sound
 from campaign import Plan, Result
-from campaign.harness import checkpoints, last_step, outcome, start, summary, wait_until
+from campaign.harness import checkpoints, outcome, start
 from campaign.runs import Alone, clear, expect_same
 
 SOURCE = Path(__file__).with_name("shim.c")
@@ -47,7 +47,6 @@ def _left_out(result: Result) -> bool:
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(os.environ[LIBRARY])
     library.shim_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long, ctypes.c_int]
-    library.shim_clock.argtypes = [ctypes.c_double, ctypes.c_longlong]
     library.shim_count.restype = library.shim_failed.restype = ctypes.c_long
     return library
 
@@ -110,43 +109,4 @@ def errors(plan: Plan) -> Result:
         expect_same(expected, told, result, case, what)
         clear(torn)
     result.facts["kinds of runs, all drawn"] = str(kinds)
-    return result
-
-
-def _with_a_clock_set_back(rank: int, *, after: float, seconds: int) -> None:
-    _library().shim_clock(after, seconds)
-
-
-def clock(plan: Plan) -> Result:
-    """The clock of the day is set back or forth in the middle of a run, which may then be killed and goes on."""
-    result = Result()
-    if _left_out(result):
-        return result
-    folder = plan.inside("clock")
-    alone, torn = Alone(folder), folder / "torn"
-    kinds = 12 if plan.long else 2
-    for case, rng in plan.cases("clock", short=2, long=60):
-        kind, expected, seconds = alone.drawn(plan, f"clock/{case % kinds}")
-        by = rng.choice([-1, -60, -3600, -86400 * 400, -(10**9), 86400 * 400])
-        moved = functools.partial(_with_a_clock_set_back, after=rng.uniform(0, 0.8 * seconds), seconds=by)
-        dies = case % 2 == 1
-        children = start(torn, kind.command, num_ranks=kind.num_ranks, before=moved)
-        what = f"the clock set by {by} s{', killed' if dies else ''}, {kind.name}"
-        if dies:
-            step = rng.randrange(8)
-            wait_until(lambda step=step: last_step(torn) > step, children[0])
-            for child in children:
-                child.kill()
-            children = start(torn, kind.command, num_ranks=kind.num_ranks, before=moved)
-        codes = [child.wait() for child in children]
-        result.counts["runs whose clock was set"] += 1
-        if result.expect(set(codes) == {0}, case, f"{what}: {codes}: {children[0].text[-900:]}"):
-            expect_same(expected, outcome(torn), result, case, what)
-            rates = [
-                json.loads(line).get("samples_per_second") for line in (torn / "metrics.jsonl").read_text().splitlines()
-            ]
-            rates += [summary(torn)["seconds"], summary(torn)["samples_per_second"]]
-            bad = [rate for rate in rates if rate is not None and rate <= 0]
-            result.expect(not bad, case, f"{what}: rates and times {bad}")
-        clear(torn)
     return result
