@@ -27,7 +27,7 @@ from amp_core.doctor.locate import Doctor
 from amp_core.doctor.places import Location, current_node
 from amp_core.doctor.trace import Trace
 from amp_core.doctor.values import named_tensors, storage_key, tensors_in
-from amp_core.lowp.float8 import MULTIPLE, float8_is_emulated
+from amp_core.lowp.products import is_emulated, products_of
 from amp_core.run.replay import rerun_step
 from amp_core.step.amp import Amp
 from amp_core.torch_private import cpu_has
@@ -35,7 +35,7 @@ from amp_core.torch_private import cpu_has
 if TYPE_CHECKING:
     from amp_core.run.loop import Loop
 
-_MULTIPLES = {"float16": 8, "bfloat16": 8, "float8_e4m3fn": MULTIPLE, "float8_e5m2": MULTIPLE}
+_MULTIPLES = {"float16": 8, "bfloat16": 8, "float8_e4m3fn": 16, "float8_e5m2": 16}
 """Of which Tensor Cores want sizes to be, by dtype. Source as in `lint.find_slow`."""
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
 """Products of matrices, and which of their inputs is the first factor."""
@@ -387,8 +387,8 @@ def _window_of(amp: Amp, listing: Listing) -> Window:
         what, has_bf16 = f"this CPU ({torch.backends.cpu.get_cpu_capability()})", cpu_has("bfloat16")
         lacks = name in _MULTIPLES and not cpu_has(name)
     missing = f"{what} has no units for {name}, and emulates them" if lacks else ""
-    if amp.config.float8 and float8_is_emulated(device):
-        missing = f"{what} has no float8 units, and emulates them in fp32"
+    if (form := amp.config.format) is not None and is_emulated(device, products_of(amp.config)):
+        missing = f"{what} has no units for {form}, and emulates them in fp32"
     return Window(listing.ops, name, device.type, missing, has_bf16)
 
 

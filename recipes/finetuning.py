@@ -96,7 +96,7 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
             problems.append("recipe.adapter=none: trains all weights of a base; expected its file as model.weights")
         if knobs.base != "auto" or knobs.targets is not None:
             problems.append("recipe.adapter=none: leave out recipe.base and recipe.targets, which are for adapters")
-    elif cfg.amp.update is not None or cfg.amp.float8:
+    elif cfg.amp.update is not None or cfg.amp.format is not None:
         problems.append(f"amp={cfg.amp.name}: would convert the adapters, too; use fp32, tf32, bf16 or fp16")
     return problems
 

@@ -92,8 +92,27 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
             yield f"amp.update=null: amp.weights={amp.weights} need master, nearest, kahan or stochastic"
         if amp.update in ("stochastic", "kahan") and amp.weights != "bfloat16":
             yield f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure"
-    if amp.float8 and amp.dtype != "bfloat16":
-        yield f"amp.float8=true: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}"
+    if amp.format is not None and amp.dtype != "bfloat16":
+        yield f"amp.format={amp.format}: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}"
+    for key, (is_set, formats) in _OF_FORMATS.items():
+        value = getattr(amp, key)
+        if value not in (None, False) and amp.format not in formats:
+            has = f"with amp.format={amp.format}" if amp.format else f"in amp={amp.name}"
+            yield f"amp.{key}={show_value(value)}: has no effect {has}; it is for {', '.join(formats)}"
+        elif value is None and is_set and amp.format in formats:
+            yield f"amp.{key}=null: amp.format={amp.format} needs a value; leave it out"
+
+
+_FORMATS = ("fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4")
+_OF_FORMATS = {
+    "granularity": (True, ("fp8",)),
+    "scale_rule": (True, ("mxfp8", "mxfp6", "mxfp4")),
+    "stochastic_gradients": (False, _FORMATS),
+    "hadamard": (False, ("nvfp4",)),
+    "square_weights": (False, ("mxfp8", "mxfp6", "mxfp4", "nvfp4")),
+    "keep_bf16": (False, _FORMATS),
+}
+"""Keys of formats below 16 bits: whether they need a value, and the formats in which they have an effect."""
 
 
 _OF_CLIP = {"max_norm": "norm", "max_value": "value", "factor": "adaptive", "folded": "norm"}
@@ -171,9 +190,8 @@ def _check_layout(cfg: Config) -> Iterator[str]:
 def _check_sharded(cfg: Config) -> Iterator[str]:
     """What needs whole weights on each rank."""
     layout = f"layout={cfg.layout.name}"
-    if cfg.amp.update is not None or cfg.amp.float8:
-        kind = "float8 layers" if cfg.amp.float8 else "16-bit weights"
-        yield f"amp={cfg.amp.name}: {kind} are not sharded; use layout=ddp, or amp=bf16 with {layout}"
+    if cfg.amp.update is not None:
+        yield f"amp={cfg.amp.name}: 16-bit weights are not sharded; use layout=ddp, or amp=bf16 with {layout}"
     if cfg.perf.channels_last:
         yield f"perf.channels_last=true: {layout} shards weights in their default memory format only"
     if cfg.doctor.statistics_every is not None:
@@ -328,7 +346,7 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
         notes.append(f"amp.op_policy=cuda has no effect in amp={cfg.amp.name}, which does not autocast")
     if cfg.amp.update is not None and "layout.bucket_mb" in given:
         notes.append(f"layout.bucket_mb has no effect in amp={cfg.amp.name}: the step sums gradients, 32 MiB at a time")
-    if cfg.doctor.name == "heal" and (cfg.amp.dtype == "float32" or cfg.amp.update is not None or cfg.amp.float8):
+    if cfg.doctor.name == "heal" and (cfg.amp.dtype == "float32" or cfg.amp.update is not None or cfg.amp.format):
         notes.append(f"doctor=heal only reports in amp={cfg.amp.name}: islands need autocast and fp32 weights")
     elif cfg.doctor.name == "heal" and cfg.layout.name in SHARDED:
         notes.append(f"doctor=heal only reports in layout={cfg.layout.name}: weights are gathered in {cfg.amp.dtype}")

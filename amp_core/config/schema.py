@@ -20,8 +20,21 @@ class AmpConfig:
     update: Literal["master", "stochastic", "kahan", "nearest"] | None
     """How a step updates 16-bit weights: master weights, stochastic rounding, Kahan summation, or rounding to
     nearest."""
-    float8: bool
-    """Use float8 matmuls in linear layers whose sizes allow it."""
+    format: Literal["fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"] | None
+    """What linear layers whose sizes allow it multiply; null: numbers of `dtype`."""
+    granularity: Literal["tensor", "row", "row_gw_hp", "block"] | None
+    """fp8: what shares a scale: a tensor, a row, a row (weight gradients in bfloat16), or 1 x 128 numbers, of weights
+    128 x 128."""
+    scale_rule: Literal["floor", "rceil"] | None
+    """mxfp: how a block's power of two is chosen. floor: OCP's, which saturates what is just below the next power."""
+    stochastic_gradients: bool
+    """Round gradients of linear layers to `format` stochastically."""
+    hadamard: bool
+    """nvfp4: spread outliers over 16 numbers in the product of the weight gradient."""
+    square_weights: bool
+    """nvfp4, mxfp: weights share scales in squares (16 x 16, 32 x 32), so that both passes use the same numbers."""
+    keep_bf16: list[str] | None
+    """Linear layers that stay in bfloat16, as globs of names; null: output layers and routers."""
     matmul_precision: Literal["highest", "high"]
     """`high` lets CUDA use TF32 for fp32 matmuls."""
     scaling: bool

@@ -28,14 +28,8 @@ def prepare(net: nn.Module, config: AmpConfig, low: torch.dtype, *, on_gpu: bool
         logger.warning("%s: %s: %s", mode, name or "the network", reason)
     for name, reason in lint.find_slow(net, low) if on_gpu else ():
         logger.info("%s: %s: %s", mode, name or "the network", reason)
-    if config.float8:
-        from amp_core.lowp.float8 import use_float8
+    if config.format is not None:
+        from amp_core.lowp.products import use_mode
 
-        try:
-            left_alone = use_float8(net)
-        except ValueError as nothing:
-            logger.warning("%s: %s; without one it is autocast to bfloat16", mode, nothing)
-        else:
-            for name, reason in left_alone:
-                logger.info("%s stays in %s: %s", name or "the network", config.dtype, reason)
+        use_mode(net, config)
     return None if config.update is None else LowPrecisionWeights(net, low, config.update)

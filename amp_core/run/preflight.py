@@ -13,8 +13,8 @@ from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
 from amp_core.config.parse import parse
 from amp_core.config.schema import ONE_PROCESS, Config
-from amp_core.lowp.float8 import float8_is_emulated
 from amp_core.lowp.islands import keep_fp32
+from amp_core.lowp.products import is_converted, is_emulated, products_of, use_products, why_none
 from amp_core.models import Family, build_model, check_model
 from amp_core.run.log import check_log
 from amp_core.run.pretrained import check_weights
@@ -104,7 +104,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
 
 def _check_parts(cfg: Config, family: Family, problems: list[str]) -> None:
     """Whether islands and blocks are found; names do not depend on the data, so any shape will do."""
-    if not (cfg.amp.keep_fp32 or cfg.perf.checkpoint_activations):
+    if not (cfg.amp.keep_fp32 or cfg.perf.checkpoint_activations or cfg.amp.format):
         return
     try:
         with torch.device("meta"):
@@ -118,8 +118,21 @@ def _check_parts(cfg: Config, family: Family, problems: list[str]) -> None:
         keep_fp32(net, cfg.amp.keep_fp32)
     except ValueError as problem:
         problems.append(f"amp.keep_fp32={cfg.amp.keep_fp32}: {problem}")
+        return
     except (NotImplementedError, RuntimeError):  # a model that cannot be built without memory is checked at the start
         return
+    if cfg.amp.format is None:
+        return
+    try:
+        left_alone = use_products(net, products_of(cfg.amp), cfg.amp.keep_bf16)
+    except ValueError as problem:
+        problems.append(f"amp.keep_bf16={cfg.amp.keep_bf16}: {problem}")
+        return
+    # amp=fp8 is bf16 where nothing can be converted, with a warning; who asks for more is told.
+    if not is_converted(net) and (cfg.amp.format != "fp8" or cfg.amp.granularity == "block"):
+        problems.append(
+            f"amp.format={cfg.amp.format}: {why_none(left_alone)}; use amp=bf16, or sizes that are multiples"
+        )
 
 
 def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> None:
@@ -188,10 +201,11 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         warnings.append(
             f"amp={cfg.amp.name}: this CPU has no fast {cfg.amp.dtype} units; results are right, and products {how}"
         )
-    if cfg.amp.float8 and float8_is_emulated(torch.device("cuda" if on_cuda else "cpu")):
+    if cfg.amp.format is not None and is_emulated("cuda" if on_cuda else "cpu", products_of(cfg.amp)):
+        has_units = cfg.amp.format == "fp8" and cfg.amp.granularity != "block"
+        where = "no float8 units here (compute capability 8.9 and later has them)" if has_units else "no kernel is used"
         warnings.append(
-            f"amp={cfg.amp.name}: no float8 units here (compute capability 8.9 and later has them): emulated, with the "
-            f"numbers of float8 and without its speed"
+            f"amp={cfg.amp.name}: {where}: emulated, with the numbers of {cfg.amp.format} and without its speed"
         )
     if on_cuda:
         capability = torch.cuda.get_device_capability()

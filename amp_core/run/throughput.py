@@ -46,7 +46,7 @@ def peak_of(name: str, amp: AmpConfig) -> float | None:
     if kind == "float32" and amp.matmul_precision == "high":
         kind = "tf32"
     fitting = [each for each in PEAKS if name == each or name.startswith((f"{each} ", f"{each}-"))]
-    if not fitting or "MIG" in name or amp.float8:
+    if not fitting or "MIG" in name or amp.format:
         return None
     peak = PEAKS[max(fitting, key=len)][_KINDS.index(kind)]
     return None if peak is None else peak * 1e12

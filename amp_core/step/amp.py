@@ -233,7 +233,7 @@ class Amp:
     # --- networks -----------------------------------------------------------------------------------------------------
 
     def prepare(self, net: nn.Module) -> None:
-        """Make float8 layers or 16-bit weights where the mode has them, and log what is unsafe in 16 bits, or slow.
+        """Make layers of low formats or 16-bit weights where the mode has them, and log what is unsafe in 16 bits, or slow.
 
         Call it on the device, after `keep_fp32` and before `guard`, optimizers (over `master_params(net)`) and EMA.
         `step` reduces gradients of 16-bit weights over ranks: do not wrap in DistributedDataParallel. ConfigError: the
@@ -425,7 +425,7 @@ class Amp:
 
     def can_make_islands(self, nets: Sequence[tuple[str, nn.Module]]) -> bool:
         """Whether modules can become islands now: it takes autocast, and weights in fp32, also where gathered."""
-        in_16bit = self.weights or self.config.float8 or has_16bit(nets)
+        in_16bit = self.weights or self.config.format or has_16bit(nets)
         return self.dtype in (torch.float16, torch.bfloat16) and not in_16bit
 
     def state_dict(self) -> dict[str, Any]:

@@ -193,11 +193,13 @@ def island() -> Any:
 
 
 def float8() -> Any:
-    from amp_core.lowp.float8 import E4M3, multiply, quantise
+    from amp_core.lowp.formats import quantise
+    from amp_core.lowp.products import Products, multiply
 
     torch.manual_seed(0)
     a, b = torch.randn(32, 32), torch.randn(16, 32)
-    return multiply(*quantise(a, E4M3), *quantise(b, E4M3), torch.float32)
+    how = Products.of("fp8")
+    return multiply(quantise(a, how.inputs), quantise(b, how.weights), how, torch.float32)
 
 
 def policy() -> Any:
