@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (10_520, "base lowp step memory layouts checkpoints heads"),
+    "library": (10_815, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
     "program": (14_763, "config run cli data models train.py"),
     "amp_tools": (4_080, "amp_tools"),

@@ -97,7 +97,7 @@ def quantise(x: Tensor, how: Scaling, *, stochastic: bool = False) -> Low:
     rows, columns = (size if block is None else block for size, block in zip(x.shape, how.block, strict=True))
     if x.shape[0] % rows or x.shape[1] % columns:
         raise ValueError(f"a matrix of {x.shape[0]} x {x.shape[1]} has no blocks of {rows} x {columns}")
-    x = x.float()
+    x = x.float().contiguous()
     blocks = x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
     # A norm propagates NaN on all devices.
     peak = torch.linalg.vector_norm(blocks, torch.inf, dim=(1, 3), keepdim=True)

@@ -148,7 +148,7 @@ def use_products(
             left_alone.append((name, reason))
         else:
             linears[name].__class__ = LowLinear
-            linears[name].products = how
+            setattr(linears[name], "products", how)  # noqa: B010 - a plain nn.Linear has none
     return left_alone
 
 
@@ -172,10 +172,9 @@ def _obstacle(name: str, layer: nn.Linear, islands: list[str], multiple: int) ->
 def is_emulated(device: str | torch.device, how: Products) -> bool:
     """Whether `device` has no units for the products, and they are emulated in fp32."""
     device = torch.device(device)
-    is_known = how.inputs.scale == "fp32" and how.inputs.block[1] is None
-    return (
-        not is_known or device.type != "cuda" or _scaled_mm is None or torch.cuda.get_device_capability(device) < (8, 9)
-    )
+    if how.inputs.scale != "fp32" or how.inputs.block[1] is not None or device.type != "cuda" or _scaled_mm is None:
+        return True
+    return torch.cuda.get_device_capability(device) < (8, 9)
 
 
 class LowLinear(nn.Linear):
@@ -218,19 +217,18 @@ class _Product(torch.autograd.Function):
                 "layers in fp8 and below have no second derivative (create_graph=True); use amp=bf16 here"
             )
         grad, how, kept = grads[0], ctx.how, ctx.saved_tensors
-        x, w = (Low(*kept[:2]), Low(*kept[2:])) if ctx.is_kept else kept
         g = quantise(grad, how.gradients, stochastic=how.stochastic)
         to_rows = to_weight = None
         if ctx.needs_input_grad[0]:
-            columns = w.t() if ctx.is_kept else quantise(w.t().contiguous(), how.weights)
+            columns = Low(*kept[2:]).t() if ctx.is_kept else quantise(kept[1].t(), how.weights)
             to_rows = multiply(g, columns, how, ctx.dtypes[0])
         if ctx.needs_input_grad[1] and how.is_weight_gradient_high:
-            to_weight = (grad.t().to(ctx.low) @ x.to(ctx.low)).to(ctx.dtypes[1])
+            to_weight = (grad.t().to(ctx.low) @ kept[0].to(ctx.low)).to(ctx.dtypes[1])
         elif ctx.needs_input_grad[1]:
             if ctx.is_kept:
-                pair = g.t(), x.t()
+                pair = g.t(), Low(*kept[:2]).t()
             else:
-                turned = [mix(m).t().contiguous() if how.hadamard else m.t().contiguous() for m in (grad, x)]
+                turned = [(mix(m) if how.hadamard else m).t() for m in (grad, kept[0])]
                 pair = quantise(turned[0], how.gradients, stochastic=how.stochastic), quantise(turned[1], how.inputs)
             to_weight = multiply(*pair, how, ctx.dtypes[1])
         return to_rows, to_weight, None, None

@@ -27,6 +27,7 @@ from amp_core.checkpoints.parts import gather_full_state
 from amp_core.config.errors import ConfigError
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
+from amp_core.lowp.products import is_converted
 from amp_core.models.gpt import GPT
 from amp_core.tensors import full_copy, local
 
@@ -59,7 +60,10 @@ class Training:
     def __init__(self, layout: str, mode: str, *, net: nn.Module | None = None, num_micros: int = 2, **options: Any):
         # A scale that fp16 need not leave, so that a skipped step is one that a test asked for.
         self.amp = Amp.named(mode, **({"init_scale": 1024.0} if mode == "fp16" else {}))  # type: ignore[arg-type]
-        self.net = lay_out(net or gpt(), layout, self.amp)
+        net = net or gpt()
+        if self.amp.config.format is not None:
+            self.amp.prepare(net)
+        self.net = lay_out(net, layout, self.amp)
         self.amp.guard(self.net)
         self.num_micros = num_micros
         self.clip = options.pop("clip", None)
@@ -150,6 +154,21 @@ def test_ranks_with_parts_equal_one_process(layout: str, on_ranks: OnRanks) -> N
         assert ranks[0]["average"] == pytest.approx(one["average"], rel=TOLERANCE[mode])
         for a, b in zip(one["windows"], ranks[0]["windows"], strict=True):
             assert a == pytest.approx(b, rel=TOLERANCE[mode])
+
+
+def in_formats(rank: int, layout: str) -> list[Any]:
+    found = []
+    for mode in ("fp8", "mxfp8", "nvfp4"):
+        training = Training(layout, mode)
+        assert is_converted(training.net)
+        found.append([[training.window()[0] for _ in range(3)], training.values()])
+    return found
+
+
+def test_products_below_16_bits_are_of_whole_weights_gathered_in_fp32(on_ranks: OnRanks) -> None:
+    """So scales are those of whole weights, and a step has the bits of two replicas, stochastic rounding included. Without
+    clipping: the norm of shards is summed in another order."""
+    assert same(on_ranks(in_formats, "ddp"), on_ranks(in_formats, "fsdp"))
 
 
 def by_adamw(rank: int, layout: str) -> list[Any]:
