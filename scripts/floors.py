@@ -27,7 +27,7 @@ BUDGETS = {
     "doctor": (4_140, "doctor"),
     "program": (14_808, "config run cli data models train.py"),
     "amp_tools": (4_080, "amp_tools"),
-    "scripts": (5_064, "scripts"),
+    "scripts": (5_114, "scripts"),
     "amp_conformance": (2_460, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
@@ -36,7 +36,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.905
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_745, 3_024
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_751, 3_037
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 565
