@@ -233,7 +233,7 @@ class Amp:
     # --- networks -----------------------------------------------------------------------------------------------------
 
     def prepare(self, net: nn.Module) -> None:
-        """Make layers of low formats or 16-bit weights where the mode has them, and log what is unsafe in 16 bits, or slow.
+        """Make layers of low formats or 16-bit weights where the mode has them; log what is unsafe, or slow.
 
         Call it on the device, after `keep_fp32` and before `guard`, optimizers (over `master_params(net)`) and EMA.
         `step` reduces gradients of 16-bit weights over ranks: do not wrap in DistributedDataParallel. ConfigError: the
