@@ -84,7 +84,8 @@ def _beyond(ids: NDArray[Any], vocab_size: int) -> Any:
     if not len(ids) or (ids.max() < vocab_size and ids.min() >= 0):
         return None
     at = int(np.argmax((ids >= vocab_size) | (ids < 0)))
-    return lambda first: f"token {first + at:,} is {ids[at]}, and the vocabulary has {vocab_size:,} ids"
+    limit = "ids are 0 or above" if ids[at] < 0 else f"the vocabulary has {vocab_size:,} ids"
+    return lambda first: f"token {first + at:,} is {ids[at]}, and {limit}"
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------

@@ -90,6 +90,9 @@ def test_ids_beyond_the_vocabulary_are_named_by_file_and_position(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"ab")
     with pytest.raises(RunError, match=r"a\.bin got shorter"):
         batch_of(pieces, 3)
+    np.save(tmp_path / "b.npy", -IDS)
+    with pytest.raises(ConfigError, match=r"b\.npy: token 0 is -1000, and ids are 0 or above"):
+        check_ids(read_shards(str(tmp_path / "b.npy")), None)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 64, 1000])
@@ -182,6 +185,12 @@ def test_bad_lines_are_named_and_leave_nothing_in_the_cache(tmp_path, tokenizer,
         build_data(data_config("text", path=str(tmp_path / "a.jsonl"), tokenizer=tokenizer), seed=0)
     assert problem in str(error.value) and "a.jsonl" in str(error.value)
     assert [path.suffix for path in cache_folder().iterdir()] == [".lock"]
+
+
+def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path, tokenizer):
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"cannot be read: tokenizer_config\.json is not a JSON object"):
+        read_tokenizer(tokenizer)
 
 
 def test_long_texts_are_tokenized_in_parts_with_the_ids_of_the_whole(tmp_path, tokenizer, monkeypatch):
