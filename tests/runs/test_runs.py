@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chats import chat_settings
 from running import Forked, checkpoints, descendants, differing, lines, same_but, state, summary, timeless, wait_until
 from test_recipes import arguments, on_two_ranks
 from test_recipes import run as run_recipe
@@ -326,6 +327,52 @@ def test_a_run_moves_to_another_number_of_ranks_with_the_same_samples_per_step(c
     run_recipe("classification", "a", *settings, "steps=8")
     assert "accumulation=4 instead of 2" in capsys.readouterr().out
     assert state("a")["progress"]["samples"] == 8 * 32
+
+
+TEXT = ["data=text", f"data.path={ROOT / 'conf'}", "data.num_samples=32"]
+DOCUMENTS = {
+    "packed": ("language_model", [*TEXT, "data.packing=best_fit"]),
+    "cut": ("language_model", [*TEXT, "data.packing=chunks"]),
+    "mixed": ("language_model", [*TEXT, "data.mix={amp:0.3,clip:0.7}"]),
+    "chat": ("finetuning", []),
+}
+"""Of 11 to 34 samples, of which six steps draw 48: the run moves in the middle of an epoch."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_documents_and_chats_move_to_another_number_of_ranks(kind, layout, monkeypatch):
+    """Two micro-batches or two ranks: gradients are the same sum of two numbers, so that ddp has the same bits.
+
+    A global norm of shards is a sum in another order, of at most 2^15 numbers: it is off by 2^15 units at most, and a
+    step with it by as much of a weight's path, which is 6 steps of 0.003; eps keeps Adam from dividing by roundings.
+    """
+    recipe, settings = DOCUMENTS[kind]
+    if kind == "chat":
+        for package in ("tokenizers", "jinja2"):
+            pytest.importorskip(package, reason="needs the extra text")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(Path("cache").absolute()))
+        settings = chat_settings(Path().absolute())
+    settings = [*settings, "amp=fp32", "schedule.horizon=6", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
+    settings += ["optimizer.options.eps=1e-2", "optimizer.lr=0.003"]
+    one, two = ["accumulation=2"], ["accumulation=1"]
+    run_recipe(recipe, "whole", "steps=6", *one, *settings)
+    run_recipe(recipe, "onward", "steps=3", *one, *settings)
+    on_two_ranks(recipe, "onward", "steps=6", *two, *settings, layout=layout)
+    on_two_ranks(recipe, "back", "steps=3", *two, *settings, layout=layout)
+    run_recipe(recipe, "back", "steps=6", *one, *settings)
+    expected = state("whole")
+    for folder in ("onward", "back"):
+        found = state(folder)
+        whole, moved = (each["progress"] for each in (expected, found))
+        assert [whole[key] for key in ("step", "samples")] == [moved[key] for key in ("step", "samples")]
+        if layout == "ddp":
+            assert not differing(
+                *({key: each[key] for key in each.keys() - {"config", "progress"}} for each in (expected, found))
+            )
+        for name, tensor in expected["model"].items():
+            assert (found["model"][name] - tensor).abs().max() <= 2**15 * 2**-24 * 6 * 0.003, name
 
 
 def test_ranks_evaluate_the_model_that_is_saved(capsys):

@@ -11,10 +11,12 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import system_calls
+from chats import chat_settings
 from running import differing
 
 import train
@@ -110,6 +112,9 @@ def clear(folder: Path) -> None:
 
 BAD = "debug.inject={where: batch, step: 4}"
 SHARDS = ("checkpoint=sharded", "checkpoint.background=true")
+TEXT = ("data=text", f"data.path={Path(train.__file__).parent / 'conf'}", "data.num_samples=32")
+CHAT = "data=chat"
+"""Stands for the settings of chats, which are made for a campaign."""
 KINDS = [
     _kind("classification", BAD, "model.options.dropout=0.2"),
     _kind("classification", "debug.inject={where: gradient, step: 4, rank: 1}", num_ranks=2),
@@ -129,6 +134,10 @@ KINDS = [
     _kind("language_model", "layout=fsdp", *SHARDS, num_ranks=2),
     _kind("language_model", "layout=fsdp", "checkpoint=sharded", num_ranks=3),
     _kind("face_recognition", *SHARDS, num_ranks=2),
+    _kind("language_model", *TEXT, "data.packing=best_fit"),
+    _kind("language_model", *TEXT, "data.packing=chunks", "layout=fsdp", *SHARDS, num_ranks=2),
+    _kind("language_model", *TEXT, "data.mix={amp:0.3,clip:0.7}", num_ranks=2),
+    _kind("finetuning", CHAT, num_ranks=2),
 ]
 NUM_SHORT = 3
 NUM_VARIANTS = 3
@@ -141,6 +150,10 @@ def with_cadences(kind: Kind, plan: Plan, draw: object) -> tuple[Kind, list[int]
     drawn = [rng.randint(1, most) for most in MOST]
     settings = (f"{name}={every}" for name, every in zip(CADENCES, drawn, strict=True))
     return replace(kind, settings=(*kind.settings, *settings)), drawn
+
+
+def _with(chats: list[str], settings: tuple[str, ...]) -> list[str]:
+    return [each for setting in settings for each in (chats if setting == CHAT else [setting])]
 
 
 class Deadly(system_calls.Calls):
@@ -186,6 +199,11 @@ def kills(plan: Plan) -> Result:
     kinds = [*(KINDS if plan.long else KINDS[:NUM_SHORT])]
     kinds += [drawn_kind(plan, f"kills/{number}") for number in range(32 if plan.long else 2)]
     longest = 0.0
+    if find_spec("tokenizers") and find_spec("jinja2"):
+        chats = chat_settings(plan.inside("chats"))
+        kinds = [replace(kind, settings=tuple(_with(chats, kind.settings))) for kind in kinds]
+    else:
+        kinds = [kind for kind in kinds if CHAT not in kind.settings]
     for case, rng in plan.cases("kills", short=10, long=220):
         number, variant = case // 2 % len(kinds), case // 2 // len(kinds) % NUM_VARIANTS
         kind, (log_every, _, _) = with_cadences(kinds[number], plan, f"{number}/{variant}")
