@@ -102,7 +102,10 @@ def run(folder: Path, kind: str, recipe: str, *settings: str) -> dict[str, Any]:
 
 
 def network(folder: Path, dtype: torch.dtype) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    net: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    # The embedding of the padding token would get no gradient; of SmolLM2 it is the end of a turn, and is trained here.
+    net.get_input_embeddings().padding_idx = None
+    return net
 
 
 def gradients(folder: Path, rows: list[Any], dtype: torch.dtype) -> tuple[float, Weights]:
