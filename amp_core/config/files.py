@@ -95,14 +95,13 @@ def read_text(path: str | os.PathLike[str], limit: int = SMALL_FILE) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The object in a JSON file. Raises as `read_text`, and ValueError if it holds none."""
-    text = read_text(path)
+    """The object in a JSON file. Raises as `read_text`, and ValueError with its name if it holds none."""
     try:
-        content = json.loads(text)
-    except RecursionError as problem:
-        raise ValueError("is nested too deeply") from problem
+        content = json.loads(read_text(path))
+    except (RecursionError, ValueError) as problem:
+        raise ValueError(f"{Path(path).name}: {problem}") from problem
     if not isinstance(content, dict):
-        raise ValueError("is not a JSON object")
+        raise ValueError(f"{Path(path).name}: is not a JSON object")
     return content
 
 

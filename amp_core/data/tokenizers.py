@@ -122,11 +122,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     """What transformers keeps beside tokenizer.json; the first file that has a key decides."""
     found: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
-        try:
-            content = read_json(folder / name) if (folder / name).is_file() else {}
-        except ValueError as problem:
-            raise ValueError(f"{name} {problem}") from problem
-        found = {key: value for key, value in content.items() if value is not None} | found
+        if (folder / name).is_file():
+            found = {key: value for key, value in read_json(folder / name).items() if value is not None} | found
     return found
 
 

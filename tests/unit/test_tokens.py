@@ -189,7 +189,7 @@ def test_bad_lines_are_named_and_leave_nothing_in_the_cache(tmp_path, tokenizer,
 
 def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path, tokenizer):
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"cannot be read: tokenizer_config\.json is not a JSON object"):
+    with pytest.raises(ConfigError, match=r"cannot be read: tokenizer_config\.json: is not a JSON object"):
         read_tokenizer(tokenizer)
 
 
