@@ -23,6 +23,7 @@ import train
 from amp_core.cli import compose, sweep
 from amp_core.cli.lease import lease, visible_devices
 from amp_core.cli.run_folders import sweep_subdir
+from amp_core.config.errors import ConfigError
 from amp_core.run.locks import lock_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -336,7 +337,12 @@ def test_what_is_not_settled_gets_as_many_seeds_as_the_report_asks_for(results, 
 def test_an_experiment_names_its_command_and_composes():
     for path in (ROOT / "conf" / "experiment").glob("*.yaml"):
         assert f"python train.py -m experiment={path.stem}" in path.read_text()
-        train._checked_values(compose.compose([f"experiment={path.stem}"], to_show=True), [], [])
+        values = compose.compose([f"experiment={path.stem}"], to_show=True)
+        if values["data"]["name"] != "imagenet":
+            train._checked_values(values, [], [])
+            continue
+        with pytest.raises(ConfigError, match=r"^data\.path=null: [^\n]*$"):  # images that nobody ships
+            train._checked_values(values, [], [])
 
 
 def test_a_sweep_into_the_folder_of_a_run_is_refused(tmp_path, capsys):
