@@ -86,7 +86,7 @@ def typed(commands: list[str], place: Path) -> tuple[subprocess.CompletedProcess
 def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path):
     edits, commands, (report,) = parts(PAGE.read_text())
     commands = [command for command in commands if not OF_LIBRARIES.search(command)]
-    assert len(edits) == 5 and commands[:2] == NOT_RUN and len(commands) == 12
+    assert len(edits) == 7 and commands[:2] == NOT_RUN and len(commands) == 13
     copy_to(tmp_path)
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "my_loop.py", tmp_path / "docs")
@@ -94,6 +94,7 @@ def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path)
         file = tmp_path / name
         if anchor is None:
             assert not file.exists(), f"{name} is there already"
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(content)
         else:
             text = file.read_text()
@@ -105,8 +106,8 @@ def test_whoever_follows_the_page_has_a_recipe_that_keeps_all_promises(tmp_path)
             command = command.replace(long, shorter)
         short.append(command + " steps=3" * (command.startswith("python train.py") and "steps=" not in command))
     done, said = typed(short, tmp_path)
-    first, fp16, contract, _, tuned, lost, forecast, _, table, loop = said
-    assert "initial: 5.bias, 5.weight" in tuned
+    first, fp16, own, contract, _, tuned, lost, forecast, _, table, loop = said
+    assert "initial: 5.bias, 5.weight" in tuned and "finished 20 steps" in own
     assert "amp=bf16" in first and "amp=fp16" in fp16 and all("finished 3 steps" in text for text in (first, fp16))
     assert "1 passed" in contract and re.search(r"-> amp=fp16 .*amp.init_scale=", forecast)
     # The page shows what the doctor says: the same operation at the same line of the recipe.
