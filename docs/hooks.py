@@ -220,7 +220,7 @@ def recipe(name: str) -> str:
         value, comment = defaults.get(key, ("", ""))
         rows.append(f"| `recipe.{key}` | `{value}` | {said or comment} |")
     kind = constant(tree, "DATA")
-    checks = ast.parse((ROOT / "amp_core" / "config" / "checks.py").read_text())
+    checks = ast.parse((ROOT / "amp_core" / "config" / "kinds.py").read_text())
     data = ", ".join(f"`{option}`" for option, holds in constant(checks, "KINDS").items() if holds == kind)
     usual = constant(ast.parse((ROOT / "amp_core" / "run" / "preflight.py").read_text()), "LAYOUTS")
     layouts = ", ".join(f"`{layout}`" for layout in constant(tree, "LAYOUTS") or usual)
