@@ -414,7 +414,7 @@ def _run_job(record: sweep.Record, sweep_dir: Path, *, apart: bool) -> int:
             say(f"already finished: {run_dir}")
             record.exit_code = 0
             return 0
-        writes = not cfg.dry_run and cfg.task != "evaluate"
+        writes = not cfg.dry_run and cfg.task in ("train", "predict")
         num_gpus = 0
         if cfg.device != "cpu":
             import torch

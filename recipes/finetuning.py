@@ -265,7 +265,9 @@ def adapt(net: nn.Module, layers: list[str], knobs: Knobs) -> None:
             import_torchvision()  # peft does so, which fails beside another build of torch
         from peft import LoraConfig, inject_adapter_in_model  # pyright: ignore[reportMissingImports]
 
-        config = LoraConfig(r=knobs.rank, lora_alpha=knobs.alpha, target_modules=layers)  # type: ignore[arg-type]
+        is_turned = any(not isinstance(net.get_submodule(name), nn.Linear) for name in layers)  # GPT-2's Conv1D
+        settings: dict[str, Any] = {"r": knobs.rank, "lora_alpha": knobs.alpha, "fan_in_fan_out": is_turned}
+        config = LoraConfig(**settings, target_modules=layers)
         inject_adapter_in_model(config, net)
         for param in net.parameters():  # peft gives adapters the dtype of their layer
             param.data = param.data.float() if param.requires_grad else param.data

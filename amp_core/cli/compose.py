@@ -55,7 +55,7 @@ MOST_JOBS = 10_000
 """Of a sweep: each one is checked before the first begins."""
 LENGTHS = {"steps", "epochs", "samples"}
 HERE = {
-    "task", "predict_on", "run_dir", "resume", "allow_changes", "dry_run", "device", "layout", "log", "perf",
+    "task", "predict_on", "export", "run_dir", "resume", "allow_changes", "dry_run", "device", "layout", "log", "perf",
     "checkpoint", "doctor", "debug", "save_every", "eval_every", "log_every", "max_minutes", "eval.at_start",
     "data.num_workers", "data.timeout_minutes", "data.prepare_on", "data.check",
 }  # fmt: skip

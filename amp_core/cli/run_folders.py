@@ -35,7 +35,7 @@ CONSTANT = ".jobs/constant"
 
 def choose_run_dir(cfg: Config) -> str | None:
     """The run folder of a single run; None for what writes nothing. Creates nothing. ConfigError: it cannot be."""
-    if cfg.dry_run or cfg.task == "evaluate":
+    if cfg.dry_run or cfg.task in ("evaluate", "export"):
         return None
     if cfg.resume == "last" and cfg.task == "train":
         return last_unfinished(cfg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -243,7 +244,7 @@ def _check_run(cfg: Config) -> Iterator[str]:
     if cfg.resume == "last" and cfg.run_dir is not None:
         yield f"resume=last: finds the run folder itself; leave out run_dir={cfg.run_dir}, or use resume=auto"
     has_weights = cfg.model.weights is not None
-    reads = cfg.task in ("evaluate", "predict") and not has_weights
+    reads = cfg.task in ("evaluate", "predict", "export") and not has_weights
     if reads and cfg.resume == "never":
         yield f"task={cfg.task}: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir="
     if reads and cfg.run_dir is None and cfg.resume in ("auto", "last"):
@@ -256,8 +257,37 @@ def _check_run(cfg: Config) -> Iterator[str]:
         Path(cfg.predict_on).is_dir() or (cfg.predict_on.endswith(".jsonl") and Path(cfg.predict_on).is_file())
     ):
         yield f"predict_on={cfg.predict_on}: there is no such folder; expected one with images, or prompts.jsonl"
+    yield from _check_export(cfg)
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         yield "run_dir='': expected a folder"
+
+
+def _check_export(cfg: Config) -> Iterator[str]:
+    to, name = cfg.export.to, cfg.model.name
+    if cfg.task != "export":
+        given = {f"export.{key}": value for key, value in vars(cfg.export).items() if value is not None}
+        yield from (
+            f"{key}={value}: has no effect with task={cfg.task}; use task=export" for key, value in given.items()
+        )
+        return
+    if to is None:
+        yield "export.to=null: task=export needs a format: hf, peft or safetensors"
+    elif to == "peft" and (cfg.recipe.get("adapter", "none") == "none" or not name.startswith("hf:")):
+        yield "export.to=peft: needs adapters (recipe=finetuning) of a network of transformers (model=hf); use hf"
+    elif to == "hf" and name != "gpt" and not name.startswith("hf:"):
+        yield f"export.to=hf: model.name={name} is no network of transformers; use export.to=safetensors"
+    elif to == "safetensors" and cfg.export.path is not None and not cfg.export.path.endswith(".safetensors"):
+        yield f"export.path={cfg.export.path}: expected a name that ends in .safetensors"
+    elif cfg.export.path is None and cfg.run_dir is None:
+        yield "export.path=null: without run_dir= there is no folder to write into; expected a new file or folder"
+    elif os.path.lexists(place := place_of(cfg)):
+        yield f"export.path={place}: is there already; choose another name"
+
+
+def place_of(cfg: Config) -> str:
+    """What task=export writes."""
+    name = "model.safetensors" if cfg.export.to == "safetensors" else str(cfg.export.to)
+    return cfg.export.path or os.path.join(cfg.run_dir or "", "export", name)
 
 
 def _without_copies(cfg: Config) -> list[str]:
@@ -310,7 +340,7 @@ def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
     broken = {key.split(".")[0] for key in reported}
     found: list[str] = []
     groups = (cfg.amp, cfg.clip, cfg.layout, cfg.model, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.log)
-    if None not in (*groups, cfg.eval, cfg.perf, cfg.checkpoint, cfg.doctor, cfg.debug):
+    if None not in (*groups, cfg.eval, cfg.export, cfg.perf, cfg.checkpoint, cfg.doctor, cfg.debug):
         found += [*_check_amp(cfg.amp), *_check_clip(cfg.clip), *_check_layout(cfg), *_check_run(cfg)]
     told = {key_of(problem) for problem in found}
     found += [problem for problem in _check_ranges(flatten(cfg.to_dict())) if key_of(problem) not in told]
@@ -372,7 +402,8 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
 # --- may a run resume with other settings? ----------------------------------------------------------------------------
 
 MAY_CHANGE = {
-    "log", "layout", "device", "amp", "doctor", "perf", "checkpoint", "debug", "task", "predict_on", "dry_run",
+    "log", "layout", "device", "amp", "doctor", "perf", "checkpoint", "debug", "task", "predict_on", "export",
+    "dry_run",
     "save_every", "eval_every", "eval", "log_every", "steps", "epochs", "samples", "max_minutes", "run_dir", "resume",
     "allow_changes", "accumulation", "batch_size", "data.num_workers", "data.timeout_minutes", "data.path",
     "model.weights", "model.fresh", "model.rename", "optimizer.fused", "recipe.length", "recipe.eval_offset",

@@ -276,6 +276,17 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class ExportConfig:
+    """task=export: the network of a run (its average, if there is one) for other programs, in fp32."""
+
+    to: Literal["hf", "peft", "safetensors"] | None
+    """hf: a folder for transformers' from_pretrained, with the tokenizer, adapters merged; peft: the adapter alone, as
+    peft loads it; safetensors: one file with the names of the network."""
+    path: str | None
+    """What is written, whole or not at all; null: below export/ of the run folder."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Trackers besides metrics.jsonl."""
 
@@ -409,6 +420,7 @@ class Config:
     schedule: ScheduleConfig
     ema: EmaConfig
     eval: EvalConfig
+    export: ExportConfig
     steps: int | None
     """Length of the run in steps (windows, taken or skipped)."""
     epochs: float | None
@@ -435,8 +447,8 @@ class Config:
     """auto, last, never, or the folder or checkpoint of another run to start from."""
     allow_changes: bool
     """Allow a resume with settings that differ from the checkpoint's."""
-    task: Literal["train", "evaluate", "predict"]
-    """predict: write predictions.jsonl into the run folder."""
+    task: Literal["train", "evaluate", "predict", "export"]
+    """predict: write predictions.jsonl into the run folder; export: write `export.path`."""
     predict_on: str | None
     """task=predict: a folder of images, whose training data may be gone; or a .jsonl file of {"prompt": "..."} a
     line, which a language model continues by `recipe.sample_tokens` (64) at `recipe.temperature` (0: greedy). null: the

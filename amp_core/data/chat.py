@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -180,6 +180,24 @@ def _cut(
     return best
 
 
+def rendered_prompts(
+    chats: Mapping[int, Any], tokenizer: Tokenizer, time: float
+) -> Iterator[tuple[int, str, str | None]]:
+    """(number, text with what begins the answer, None) of chats by their numbers, or ("", what is wrong)."""
+    todo = list(chats)
+    while todo:
+        try:
+            if tokenizer.template is None:
+                raise ConfigError(f"line {todo[0]}: data.tokenizer={tokenizer.name} has no chat template")
+            with _Template(tokenizer, "all", time) as template:  # one that was too slow is dead
+                while todo:
+                    where = f"line {todo[0]}"
+                    text, _ = template.render(where, _checked(where, chats[todo[0]]), prompt=True)
+                    yield todo.pop(0), text, None
+        except ConfigError as problem:
+            yield todo.pop(0), "", str(problem)
+
+
 class _Template:
     """The process that renders (`amp_core.data.templates`)."""
 
@@ -212,9 +230,12 @@ class _Template:
         self._process.kill()
         self._process.communicate()
 
-    def render(self, where: str, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, and which letters of it are trained. ConfigError: the template refuses it."""
-        answer = self._ask(where, {"messages": messages})
+    def render(self, where: str, messages: Messages, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat, and which letters of it are trained. ConfigError: the template refuses it.
+
+        `prompt`: with what begins the assistant's next turn, none of it trained.
+        """
+        answer = self._ask(where, {"messages": messages, "prompt": prompt})
         return answer["text"], answer["spans"]
 
     def _ask(self, where: str, job: dict[str, Any]) -> dict[str, Any]:

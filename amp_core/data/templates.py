@@ -128,7 +128,10 @@ def _main() -> None:
                 train_on, chat = job.pop("train_on"), Chat(**job)
                 answer = {}
             else:
-                text, spans = chat.render_trained(job["messages"], train_on)
+                if job["prompt"]:
+                    text, spans = chat.render(job["messages"], prompt=True), []
+                else:
+                    text, spans = chat.render_trained(job["messages"], train_on)
                 answer = {"text": text, "spans": spans}
         except Exception as problem:  # whatever a template may raise
             answer = {"problem": str(problem) or type(problem).__name__}

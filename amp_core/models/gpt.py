@@ -46,6 +46,45 @@ def rotate(x: Tensor, phases: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
+class KeyCache:
+    """Keys and values of the tokens so far, of each block: a token costs its own row of attention alone.
+
+    Position p of a row lies at index p: what a shorter prompt leaves behind it is not seen, and then overwritten.
+
+    Args:
+        positions: int64 [B, T], of the next tokens.
+        seen: keys that attention looks at: the largest position of any row, plus 1.
+        capacity: of positions.
+    """
+
+    def __init__(self, positions: Tensor, seen: int, capacity: int) -> None:
+        self.positions, self.seen, self._capacity = positions, seen, capacity
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._block = 0
+
+    def mask(self) -> Tensor:
+        """Which keys a query attends to, bool [B, 1, T, seen]."""
+        self._block = 0
+        keys = torch.arange(self.seen, device=self.positions.device)
+        return (keys <= self.positions[:, :, None])[:, None]
+
+    def add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, seen, D] with the new ones [B, H, T, D], of each block in turn."""
+        if self._block == len(self._kept):
+            shape = (*k.shape[:2], self._capacity, k.shape[3])
+            self._kept.append((k.new_zeros(shape), v.new_zeros(shape)))
+        kept, self._block = self._kept[self._block], self._block + 1
+        places = self.positions[:, None, :, None].expand_as(k)
+        for old, new in zip(kept, (k, v), strict=True):
+            old.scatter_(2, places, new)
+        return kept[0][:, :, : self.seen], kept[1][:, :, : self.seen]
+
+
+@keep_fp32
+def alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    return 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
+
+
 @keep_fp32
 def alibi_bias(ids: Tensor, heads: int) -> Tensor:
     """ALiBi's bias of attention scores (Press et al., arXiv:2108.12409): minus the distance, with a slope per head.
@@ -53,8 +92,7 @@ def alibi_bias(ids: Tensor, heads: int) -> Tensor:
     fp32 [heads, L, L], minus infinity for keys in the future. The difference of two exact ids is exact: the result may
     be cast to 16 bits, the ids may not.
     """
-    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=ids.device) / heads)
-    bias = -slopes[:, None, None] * (ids[:, None] - ids)
+    bias = -alibi_slopes(heads, ids.device)[:, None, None] * (ids[:, None] - ids)
     # By index, not by id: rounded ids would leak the future.
     future = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).triu(1)
     return bias.masked_fill(future, -torch.inf)
@@ -73,12 +111,16 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=bias)
         self.down = nn.Linear(4 * width, width, bias=bias)
 
-    def forward(self, x: Tensor, phases: tuple[Tensor, Tensor] | None, bias: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, phases: tuple[Tensor, Tensor] | None, bias: Tensor | None, cache: KeyCache | None = None
+    ) -> Tensor:
         """x [B, L, width], with phases for RoPE, a bias for ALiBi or a mask of packed documents; None: causal."""
         dropout = self.dropout if self.training else 0.0
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if phases is not None:
             q, k = rotate(q, phases), rotate(k, phases)
+        if cache is not None:
+            k, v = cache.add(k, v)
         mask = bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
         x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), dropout)
@@ -190,6 +232,25 @@ class GPT(nn.Module):
             x = block(x, phases, bias)
         x = self.norm(x)
         return self.head(x) if targets is None else self.head(x, targets)
+
+    def continued(self, tokens: Tensor, cache: KeyCache, last: Tensor) -> Tensor:
+        """Logits [B, vocab_size] of what follows one of the tokens [B, T] at the positions of `cache`.
+
+        The cache takes their keys; `last`, int64 [B, 1], is the index of that token.
+        """
+        ids, bias, phases = cache.positions.to(self.ids_dtype), cache.mask(), None
+        x = self.embed(tokens)
+        if self.table is not None:
+            x = x + self.table(ids.long().clamp(max=self.table.num_embeddings - 1))
+        elif self.positions == "rope":
+            phases = rope_phases(ids[:, None], self.head_dim)
+        else:
+            keys = position_ids(cache.seen, dtype=self.ids_dtype, device=tokens.device)
+            far = alibi_slopes(self.heads, tokens.device)[:, None, None] * (keys - ids[:, None, :, None])
+            bias = far.masked_fill(~bias, -torch.inf)
+        for block in self.blocks:
+            x = block(x, phases, bias, cache)
+        return self.head(self.norm(x.gather(1, last[:, :, None].expand(-1, -1, x.shape[-1]))))[:, 0]
 
 
 LANGUAGE_MODELS = Family(

@@ -33,7 +33,7 @@ NUM_BYTES = 256
 Builder = Callable[..., nn.Module]
 
 
-def _import(library: str, name: str, extra: str) -> Any:
+def import_library(library: str, name: str, extra: str) -> Any:
     with contextlib.suppress(ConfigError):
         import_torchvision()  # timm needs it, and its own import fails beside a CPU-only torch
     try:
@@ -52,7 +52,7 @@ def _taking(options: Iterable[str], build: Builder) -> Builder:
 
 def timm_classifier(name: str) -> Builder:
     """The builder of a network of timm: images [B, C, H, W] to logits [B, num_classes]."""
-    timm = _import("timm", name, "timm")
+    timm = import_library("timm", name, "timm")
     if name not in (names := timm.list_models()):
         raise ConfigError(f"model.name=timm:{name}: timm {timm.__version__} has no such model. {suggest(name, names)}")
     with torch.device("meta"):
@@ -109,6 +109,19 @@ class _Logits:
         return layer
 
 
+def as_published(net: nn.Module) -> Any:
+    """The same network, of the same weights, with the forward pass and `generate` of its own class."""
+    classes = type(net).__mro__
+    found: Any = object.__new__(classes[classes.index(_Logits) + 1])
+    found.__dict__ = net.__dict__
+    return found
+
+
+def is_of_transformers(net: nn.Module) -> bool:
+    """Whether it is a language model of transformers, as built here."""
+    return isinstance(net, _Logits)
+
+
 def _packed(config: Any, positions: Tensor) -> dict[str, Tensor]:
     """Keywords for a forward pass of packed documents.
 
@@ -146,7 +159,7 @@ def hf_language_model(name: str) -> Builder:
 def _transformers(name: str, task: str, fields: Callable[..., dict[str, Any]]) -> Builder:
     """The builder of a network for a task; `fields` of its configuration follow from facts of the data."""
     called, file = f"model.name=hf:{name}", Path(name, "config.json")
-    transformers = _import("transformers", name, "hf")
+    transformers = import_library("transformers", name, "hf")
     try:
         values = dict(CONFIGS.get(name) or read_json(file))
     except (OSError, ValueError) as problem:

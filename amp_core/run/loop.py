@@ -441,6 +441,11 @@ def _without_training(loop: Loop, notes: list[str]) -> None:
     if loop.cfg.task == "predict":
         predict(loop, notes)
         return
+    if loop.cfg.task == "export":
+        from amp_core.run.export import export
+
+        export(loop, notes)
+        return
     loop.evaluation.metrics = loop.evaluation.metrics_of_nets()
     if loop.env.is_main:
         for note in notes:

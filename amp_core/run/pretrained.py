@@ -262,8 +262,8 @@ def _of_transformers(folder: Path, net: Any) -> dict[str, Any]:
     return {name: value for name, value in loaded.state_dict().items() if name not in notes["missing_keys"]}
 
 
-_OF_GPT2 = {"wte": "embed", "wpe": "table", "h": "blocks", "ln_1": "norm_attention", "attn.c_attn": "qkv"}
-_OF_GPT2 |= {"attn.c_proj": "out", "ln_2": "norm_mlp", "mlp.c_fc": "up", "mlp.c_proj": "down", "ln_f": "norm"}
+OF_GPT2 = {"wte": "embed", "wpe": "table", "h": "blocks", "ln_1": "norm_attention", "attn.c_attn": "qkv"}
+OF_GPT2 |= {"attn.c_proj": "out", "ln_2": "norm_mlp", "mlp.c_fc": "up", "mlp.c_proj": "down", "ln_f": "norm"}
 
 
 def _of_gpt2(folder: Path, net: GPT) -> dict[str, Any]:
@@ -279,9 +279,7 @@ def _of_gpt2(folder: Path, net: GPT) -> dict[str, Any]:
     found = {}
     for file in sorted(folder.glob(IN_FOLDERS)):
         for name, tensor in _load_safetensors(str(file)).items():
-            name = re.sub(
-                r"\b(?:" + "|".join(map(re.escape, _OF_GPT2)) + r")\b", lambda match: _OF_GPT2[match[0]], name
-            )
+            name = re.sub(r"\b(?:" + "|".join(map(re.escape, OF_GPT2)) + r")\b", lambda match: OF_GPT2[match[0]], name)
             name = name.removeprefix("transformer.").replace("lm_head", "head")
             is_product = name.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
             found[name] = tensor.T if is_product else tensor

@@ -121,7 +121,7 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     loop.classes = [] if lacks_data(cfg) else names_of_classes(cfg.data)
     planned = {name: schedule.num_steps for name, schedule in loop.schedules.items()}
     is_named = cfg.resume not in ("auto", "last", "never")
-    reads = cfg.task == "evaluate" or (cfg.task == "predict" and cfg.model.weights is None)
+    reads = cfg.task in ("evaluate", "export") or (cfg.task == "predict" and cfg.model.weights is None)
     place = cfg.resume if is_named else cfg.run_dir if reads else None
     own = env.run_dir is not None and not (is_named and cfg.task == "predict")
     loaded = loop.checkpoint.load() if own else None
@@ -154,8 +154,8 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     old_mode = loaded.config.get("amp", {}).get("name")
     if old_mode != cfg.amp.name:
         notes.append(f"the checkpoint was made with amp={old_mode}, resuming with amp={cfg.amp.name}")
-    verb = {"train": "continuing from", "evaluate": "evaluating", "predict": "predicting with"}[cfg.task]
-    notes.append(f"{verb} step {loop.step}: {loaded.path}")
+    verbs = {"train": "continuing from", "evaluate": "evaluating", "predict": "predicting with", "export": "exporting"}
+    notes.append(f"{verbs[cfg.task]} step {loop.step}: {loaded.path}")
     if cfg.task != "train":
         return notes, warnings
     if elsewhere := moved(loaded.path, env.device):

@@ -15,6 +15,7 @@ from torch import nn
 from amp_core.config.checks import check_data
 from amp_core.config.errors import ConfigError
 from amp_core.data import build_data
+from amp_core.data.chat import rendered_prompts
 from amp_core.data.packing import IGNORE
 from amp_core.data.text import num_valid, token_loss
 from amp_core.data.tokenizers import read_tokenizer
@@ -229,6 +230,23 @@ def test_ragged_chats_in_windows_have_the_gradients_of_one_batch(chat):
         # Losses are of fp32: a sum of counts terms errs by eps a term at most.
         bound = torch.finfo(torch.float32).eps * sum(counts) * want.abs().max()
         assert weight.grad is not None and float((weight.grad - want).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_is_that_of_transformers_and_a_bad_chat_costs_its_line_alone(chat, tmp_path, name, monkeypatch):
+    monkeypatch.setattr("amp_core.data.chat._SECONDS", 1.0)
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    data = chat(template="{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}" + TEMPLATES[name])
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
+    ask = turns("")[0]
+    asked = {1: [ask], 2: [ask | {"content": "loop"}], 3: [{"role": "user"}], 4: [*turns("a\tü"), ask]}
+    found = list(rendered_prompts(asked, data.tokenizer, 0.0))
+    assert [number for number, *_ in found] == [1, 2, 3, 4]
+    assert "line 2: the chat template" in found[1][2] and "takes more than 1 s" in found[1][2]
+    assert found[2][2] == "line 3: 'content' of message 1 is missing; expected text"
+    for number in (1, 4):
+        text = theirs.apply_chat_template(asked[number], tokenize=False, add_generation_prompt=True)
+        assert found[number - 1] == (number, text, None)
 
 
 def test_a_tokenizer_without_a_template_is_refused(chat, tmp_path):

@@ -46,6 +46,29 @@ def test_a_greedy_text_is_that_of_a_loop_by_hand_in_any_batch(positions):
     assert generate(net, AMP, PROMPTS, num_tokens=12, length=8, eos=eos) == ended
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["gpt2_tiny", "llama_tiny"])
+def test_transformers_generates_what_a_loop_by_hand_does_in_any_batch(kind, temperature):
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    torch.manual_seed(0)
+    net = build_model(f"hf:{kind}", LANGUAGE_MODELS, options={}, vocab_size=32, length=8).double()
+    settings = {"num_tokens": 12, "length": 8, "temperature": temperature, "seed": 3}
+    with torch.no_grad():
+        for param in net.parameters():
+            param.mul_(3)  # logits that differ
+    whole = generate(net, AMP, PROMPTS, **settings)
+    assert whole == [generate(net, AMP, [prompt], first=i, **settings)[0] for i, prompt in enumerate(PROMPTS)]
+    if temperature == 0:
+        for prompt, new in zip(PROMPTS, whole, strict=True):
+            ids = [*prompt, *new]
+            logits = net(torch.tensor([ids]))[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == new
+        eos = whole[0][4]
+        ended = [ids[: ids.index(eos)] if eos in ids else ids for ids in whole]
+        assert generate(net, AMP, PROMPTS, eos=eos, **settings) == ended
+    assert net(torch.tensor([[1, 2]])).shape == (1, 2, 32)  # it is as before
+
+
 def test_a_sampled_text_is_a_function_of_its_number_and_the_seed():
     net, settings = network("rope"), {"num_tokens": 12, "length": 8, "temperature": 1.0}
     whole = generate(net, AMP, PROMPTS, seed=3, **settings)
@@ -69,7 +92,7 @@ def test_tokens_are_sampled_as_often_as_the_softmax_says():
 
 def test_prompts_in_a_file_get_texts_and_bad_lines_an_error():
     run("language_model", "a", "steps=2")
-    bad = ['{"prompt": 3}', "[]", "{", '{"prompt": ""}', '{"messages": []}']
+    bad = ['{"prompt": 3}', "[]", "{", '{"prompt": ""}', '{"messages": [{"role": "user", "content": "no template"}]}']
     Path("p.jsonl").write_text("\n".join(['{"prompt": "import "}', *bad, '{"prompt": "def é"}']))
     found = []
     for _ in range(2):

@@ -1,0 +1,92 @@
+"""task=export: the network of a run for other programs, in fp32, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from amp_core.checkpoints import folders, shards
+from amp_core.config.errors import SaveError
+from amp_core.config.files import remove, remove_leftovers, sync_folder, write_file
+from amp_core.config.rules import place_of
+from amp_core.models.adapters import adapters, merged
+from amp_core.run import hf_folder
+from amp_core.run.terminal import say
+from amp_core.tensors import full_copy, is_sharded, unwrap
+
+
+def export(loop: Any, notes: list[str]) -> None:
+    """The whole of task=export, for the network of a loop, or its average. Collective; rank 0 writes.
+
+    Raises:
+        ConfigError: the format has no place for such a network, or the target is there.
+        SaveError: it cannot be written; nothing is left.
+    """
+    env, cfg = loop.env, loop.cfg
+    net = unwrap(loop.model) if loop.ema is None else loop.ema.model
+    if is_sharded(net):
+        net = full_copy(net, "cpu")
+    if not env.is_main:
+        return
+    target = Path(place_of(cfg)).absolute()
+    with folders.saving(target):
+        folders.make_folder(target.parent)
+        remove_leftovers(target.parent)
+        temporary = target.parent / f".tmp-{os.getpid()}-{os.urandom(8).hex()}"
+        try:
+            more = _FORMATS[cfg.export.to](loop, net, temporary)
+            _sync(temporary)
+            _rename(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove(temporary)
+            raise
+        sync_folder(target.parent)
+    of = "" if loop.ema is None else " of the averages"
+    for note in [*notes, *more, f"exported step {loop.step}{of}, fp32: {place_of(cfg)}"]:
+        say(note)
+
+
+def _sync(place: Path) -> None:
+    for path in [*place.rglob("*"), place]:
+        with path.open("rb") if path.is_file() else contextlib.nullcontext() as file:
+            sync_folder(path) if file is None else os.fsync(file.fileno())
+
+
+def _rename(temporary: Path, target: Path) -> None:
+    if os.path.lexists(target):  # since the check before the start
+        raise SaveError(f"export.path={target}: is there already; choose another name")
+    os.rename(temporary, target)
+
+
+def weights_of(net: nn.Module) -> dict[str, Tensor]:
+    """The weights on the CPU, floating-point ones in fp32, with adapters added to their layers."""
+    state = merged(net) if adapters(net) else net.state_dict()
+    return {
+        name: value.detach().cpu().float().contiguous() if value.is_floating_point() else value.cpu()
+        for name, value in state.items()
+    }
+
+
+def _safetensors(loop: Any, net: nn.Module, target: Path) -> list[str]:
+    state = weights_of(net)
+    head = shards.head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items())
+    write_file(target, head, *map(shards.buffer_of, state.values()))
+    return []
+
+
+def _hf(loop: Any, net: nn.Module, target: Path) -> list[str]:
+    return hf_folder.write(loop, net, weights_of(net), target)
+
+
+_FORMATS: dict[str, Callable[[Any, nn.Module, Path], list[str]]] = {
+    "hf": _hf,
+    "peft": hf_folder.write_adapter,
+    "safetensors": _safetensors,
+}
+"""By `export.to` what writes a new file or folder, and returns notes."""

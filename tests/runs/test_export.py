@@ -1,0 +1,120 @@
+"""task=export: what other programs load, with the logits of the run, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from running import refused_before_the_start
+from test_recipes import run
+
+import train
+from amp_core.checkpoints.reading import must_find
+from amp_core.models import build_model
+from amp_core.models.gpt import LANGUAGE_MODELS
+from amp_core.run.pretrained import load_pretrained
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+TOKENS = torch.arange(64).reshape(2, 32) % 60
+TINY = {"width": 32, "depth": 2, "heads": 2}
+GPT2 = TINY | {"positions": "learned", "tied": True, "bias": True, "activation": "gelu_tanh"}
+"""A GPT-2 by its shape."""
+
+
+def typed(options):
+    return [f"model.options.{key}={json.dumps(value)}" for key, value in options.items()]
+
+
+def export(to, *more, run_dir="a"):
+    return train.main([f"export.to={to}", "task=export", f"run_dir={run_dir}", "device=cpu", *more])
+
+
+def from_folder(folder="a/export/hf"):
+    """What transformers loads, nothing of it missing or unexpected, and its tokenizer."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    net, notes = transformers.AutoModelForCausalLM.from_pretrained(Path(folder).absolute(), output_loading_info=True)
+    assert not any(notes.values()) and net.dtype is torch.float32
+    return net.eval(), transformers.AutoTokenizer.from_pretrained(Path(folder).absolute())
+
+
+def close(a, b):
+    """fp32 in another order of sums: some eps of the largest."""
+    assert (a - b).abs().max() < 64 * torch.finfo(torch.float32).eps * b.abs().max()
+
+
+@pytest.mark.parametrize(
+    "options, more",
+    [(TINY, []), (GPT2, ["ema.decay=0.5"]), (GPT2 | {"bias": False, "tied": False}, ["checkpoint=sharded"])],
+    ids=["rope", "gpt2", "no_bias"],
+)
+def test_our_gpt_is_a_network_of_transformers_with_its_logits_and_a_tokenizer_of_bytes(options, more):
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    run("language_model", "a", "steps=3", "data.length=32", "amp=bf16", *typed(options), *more)
+    before = {path: path.read_bytes() for path in Path("a").rglob("*") if path.is_file()}
+    assert export("hf") == 0 and export("safetensors") == 0
+    assert before == {path: path.read_bytes() for path in before}
+    state = must_find(Path("a")).contents
+    own = build_model("gpt", LANGUAGE_MODELS, options=options, vocab_size=256, length=32).eval()
+    own.load_state_dict(state["ema" if "ema.decay=0.5" in more else "model"])
+    theirs, tokenizer = from_folder()
+    with torch.no_grad():
+        logits = own(TOKENS)
+        close(theirs(TOKENS).logits, logits)
+        load_pretrained(own, "a/export/model.safetensors")
+        assert torch.equal(own(TOKENS), logits)
+    text = "def é():\n\t'ü'"
+    assert tokenizer(text)["input_ids"] == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning"
+)  # peft asks transformers by the old name
+@pytest.mark.parametrize("adapter", ["none", "lora", "peft"])
+@pytest.mark.parametrize("kind", ["llama_tiny", "gpt2_tiny"])
+def test_a_fine_tuned_network_of_transformers_goes_back_with_adapters_merged_or_alone(kind, adapter):
+    peft = pytest.importorskip("peft", reason="needs the extra peft")
+    common = ["model=hf", "data.length=32", "data.num_samples=16", "amp=fp32", "device=cpu", "log=none", "batch_size=2"]
+    begin = ["recipe=language_model", f"model.name={kind}", "steps=1", "run_dir=base", "recipe.sample_tokens=0"]
+    assert train.main([*common, *begin]) == 0 and export("hf", run_dir="base") == 0
+    base = str(Path("base/export/hf").absolute())
+    tune = ["recipe=finetuning", f"model.name={base}", "steps=3", "run_dir=a", f"recipe.adapter={adapter}"]
+    assert train.main([*common, *tune, "model.weights=default", "optimizer.lr=0.01"]) == 0
+    assert export("hf") == 0
+    merged, _ = from_folder()
+    start, _ = from_folder(base)
+    with torch.no_grad():
+        logits = merged(TOKENS).logits
+        assert (logits - start(TOKENS).logits).abs().max() > 1e-3  # it was trained
+        if adapter == "none":
+            state = must_find(Path("a")).contents["model"]
+            assert all(torch.equal(state[name], value) for name, value in merged.state_dict().items() if name in state)
+            return
+        assert export("peft") == 0
+        close(peft.PeftModel.from_pretrained(start, "a/export/peft").eval()(TOKENS).logits, logits)
+
+
+@pytest.mark.parametrize(
+    "typed, key",
+    [
+        (["task=export", "run_dir=a"], "export.to"),
+        (["task=export", "export.to=hf", "run_dir=a"], "model.name=cnn"),
+        (["task=export", "export.to=onyx", "run_dir=a"], "export.to=onyx"),
+        (["task=export", "export.to=peft", "run_dir=a"], "needs adapters"),
+        (["task=export", "export.to=hf", "recipe=language_model", "run_dir=a", "export.path=/"], "export.path=/"),
+        (["task=export", "export.to=safetensors", "run_dir=a", "export.path=x.pt"], ".safetensors"),
+        (["task=export", "export.to=safetensors", "export.path=/etc/passwd.safetensors"], "task=export: needs weights"),
+        (["task=export", "export.to=safetensors", "run_dir=a", "export.path=/x.safetensors/"], "export.path=/x"),
+        (["export.to=hf"], "task=export"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_the_start(typed, key, capsys):
+    refused_before_the_start(typed, key, capsys)
+
+
+def test_a_target_that_is_there_and_a_network_without_a_place_leave_nothing(capsys):
+    run("language_model", "a", "steps=1", "data.length=32", *typed(TINY | {"positions": "alibi"}))
+    assert export("hf") == 2 and "positions=alibi" in capsys.readouterr().err and not list(Path("a/export").iterdir())
+    Path("b.safetensors").write_bytes(b"mine")
+    assert export("safetensors", "export.path=b.safetensors") == 2 and Path("b.safetensors").read_bytes() == b"mine"
