@@ -272,9 +272,7 @@ def _check_text(cfg: DataConfig) -> Iterator[str]:
         elif root is not None and not text_files(root):
             yield f"data.{key}={path}: has no files; hidden ones are left out"
         elif root is not None and (
-            problem := next(
-                (why for file in text_files(root)[:100] if (why := _why_no_text(file, cfg.tokenizer))), None
-            )
+            problem := next((why for file in text_files(root)[:100] if (why := why_no_text(file, cfg.tokenizer))), None)
         ):
             yield f"data.{key}={path}: {problem}"
 
@@ -333,7 +331,7 @@ def _check_chat(cfg: DataConfig) -> Iterator[str]:
 _RECORDS = (".jsonl", ".parquet", ".arrow", ".bin", ".npy", ".gz", ".zst", ".xz", ".zip", ".tar")
 
 
-def _why_no_text(file: Path, tokenizer: str | None) -> str | None:
+def why_no_text(file: Path, tokenizer: str | None) -> str | None:
     """Why a file is not to be learned as it is; None: it is text."""
     ending = file.suffix.lower()
     if ending in (".jsonl", ".parquet") and tokenizer not in (None, "bytes"):

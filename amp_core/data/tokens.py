@@ -91,7 +91,7 @@ def _beyond(ids: NDArray[Any], vocab_size: int) -> Any:
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"
-_LLMC = {20240520: (1, "<u2", 50257), 20240801: (7, "<u4", 128256)}
+LLMC = {20240520: (1, "<u2", 50257), 20240801: (7, "<u4", 128256)}
 """llm.c: by the magic number of a header of 256 int32 the version, the dtype and the size of the vocabulary."""
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -128,22 +128,22 @@ def _shard(file: Path) -> Shard:
         array = np.lib.format.open_memmap(file, mode="r")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{file} has {array.dtype} {list(array.shape)}; expected whole numbers in one dimension")
-        return Shard(file, array.dtype.str, len(array), array.offset)
+        return Shard(file, array.dtype.str, len(array), array.offset, _ends(file, len(array)))
     if file.with_suffix(".idx").is_file():
         return _megatron(file, size)
     with file.open("rb") as opened:
         head = opened.read(1024)
     magic, version, count = struct.unpack_from("<3i", head) if len(head) == 1024 else (0, 0, 0)
-    if magic in _LLMC:
-        wanted, dtype, _ = _LLMC[magic]
+    if magic in LLMC:
+        wanted, dtype, _ = LLMC[magic]
         found = (size - 1024) / np.dtype(dtype).itemsize
         if version != wanted or count != found:
             raise ValueError(
                 f"{file}: its llm.c header says version {version} and {count:,} tokens; it has {found:,g} tokens, "
                 f"expected version {wanted}; copy it again"
             )
-        return Shard(file, dtype, count, 1024)
-    about = read_json(file.with_name(MANIFEST))["shards"].get(file.name) if file.with_name(MANIFEST).is_file() else None
+        return Shard(file, dtype, count, 1024, _ends(file, count))
+    about = _about(file)
     dtype = np.dtype(about["dtype"] if about else _dtype_of(file))
     if size % dtype.itemsize:
         raise ValueError(
@@ -151,11 +151,22 @@ def _shard(file: Path) -> Shard:
         )
     if about is None:
         return Shard(file, dtype.str, size // dtype.itemsize)
-    if size != about["tokens"] * dtype.itemsize:
-        raise ValueError(f"{file} has {size // dtype.itemsize:,} tokens, its {MANIFEST} says {about['tokens']:,}")
-    return Shard(
-        file, dtype.str, about["tokens"], ends=np.lib.format.open_memmap(file.with_suffix(".ends.npy"), mode="r")
-    )
+    return Shard(file, dtype.str, size // dtype.itemsize, ends=_ends(file, size // dtype.itemsize))
+
+
+def _about(file: Path) -> dict[str, Any] | None:
+    """What the manifest beside a shard says of it."""
+    manifest = file.with_name(MANIFEST)
+    return read_json(manifest)["shards"].get(file.name) if manifest.is_file() else None
+
+
+def _ends(file: Path, count: int) -> Ints | None:
+    """Where the documents of a shard end; None: it is in no manifest."""
+    if (about := _about(file)) is None:
+        return None
+    if count != about["tokens"]:
+        raise ValueError(f"{file} has {count:,} tokens, its {MANIFEST} says {about['tokens']:,}")
+    return np.lib.format.open_memmap(file.with_suffix(".ends.npy"), mode="r")
 
 
 def _dtype_of(file: Path) -> str:
@@ -204,14 +215,17 @@ _CUT = re.compile(r"[^\W_](?=\n)")
 """Where long documents are tokenized in parts: between a letter or digit and a newline, as pre-tokenizers split."""
 
 
-def texts_of(file: Path, key: str) -> Iterator[tuple[str, bool]]:
-    """Parts of the documents of a file, and whether each ends one. ConfigError names the file and the line."""
+def texts_of(file: Path, key: str, span: tuple[int, int] | None = None) -> Iterator[tuple[str, bool]]:
+    """Parts of the documents of a file, and whether each ends one. ConfigError names the file and the line.
+
+    `span`: the first byte and the last (exclusive) of the lines of *.jsonl.
+    """
     kind = file.suffix.lower()
     try:
         if kind not in (".jsonl", ".parquet"):
             yield from _plain(file)
             return
-        for where, text in json_lines(file, key) if kind == ".jsonl" else _rows(file, key):
+        for where, text in json_lines(file, key, span) if kind == ".jsonl" else _rows(file, key):
             if not isinstance(text, str):
                 raise ConfigError(f"{file}, {where}: {key!r} is {type(text).__name__}; expected text")
             text.encode()
@@ -248,12 +262,14 @@ def _plain(file: Path) -> Iterator[tuple[str, bool]]:
                 return
 
 
-def json_lines(file: Path, key: str) -> Iterator[tuple[str, Any]]:
-    """("line 1", what it has by `key`) of each line. ConfigError names the file and the line."""
+def json_lines(file: Path, key: str, span: tuple[int, int] | None = None) -> Iterator[tuple[str, Any]]:
+    """("line 1", what it has by `key`) of each line, or of those in a span. ConfigError names the file and the line."""
     with file.open("rb") as opened:
-        number = 0
-        while line := opened.readline(_MOST_LINE + 1):
-            number += 1
+        number, (place, end) = 0, span or (0, -1)
+        while opened.tell() < place:  # lines count from the beginning of the file
+            number += opened.read(min(_PART, place - opened.tell())).count(b"\n")
+        while place != end and (line := opened.readline(_MOST_LINE + 1)):
+            number, place = number + 1, place + len(line)
             where = f"{file}, line {number}"
             if len(line) > _MOST_LINE:
                 raise ConfigError(f"{where}: has more than {_MOST_LINE >> 20} MiB; expected one document a line")
@@ -289,6 +305,26 @@ def _rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
         raise ConfigError(f"{file} cannot be read as parquet: {problem}") from problem
 
 
+def tokens_of(
+    files: Sequence[Path], tokenizer: Tokenizer, key: str, span: tuple[int, int] | None = None
+) -> tuple[Ints, Ints]:
+    """Ids of the documents of files, each with an EOS, and where they end. `span`: bytes of lines of *.jsonl alone."""
+    found, ends, count = [], [], 0
+    for ids, is_end in _encoded(files, tokenizer, key, span):
+        found.append(np.array(ids, dtype=np.uint32))
+        count += len(ids)
+        ends += [count] * is_end
+    return np.concatenate(found or [np.zeros(0, np.uint32)]), np.array(ends, dtype=np.int64)
+
+
+def _encoded(
+    files: Sequence[Path], tokenizer: Tokenizer, key: str, span: tuple[int, int] | None
+) -> Iterator[tuple[list[int], bool]]:
+    for parts in _batches(part for file in files for part in texts_of(file, key, span)):
+        for ids, (_, is_end) in zip(tokenizer.encode([text for text, _ in parts]), parts, strict=True):
+            yield ids + [tokenizer.eos] * is_end, is_end  # type: ignore[operator]
+
+
 def write_tokens(files: Sequence[Path], tokenizer: Tokenizer, key: str, folder: Path, name: str = "tokens") -> None:
     """Writes the tokens of texts into a new folder as a shard with the ends of its documents and a manifest."""
     if tokenizer.eos is None:
@@ -298,12 +334,10 @@ def write_tokens(files: Sequence[Path], tokenizer: Tokenizer, key: str, folder: 
         )
     dtype, ends, count = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), [], 0
     with (folder / f"{name}.bin").open("xb") as output:
-        for parts in _batches(part for file in files for part in texts_of(file, key)):
-            for ids, (_, is_end) in zip(tokenizer.encode([text for text, _ in parts]), parts, strict=True):
-                ids += [tokenizer.eos] * is_end
-                output.write(np.array(ids, dtype=dtype).tobytes())
-                count += len(ids)
-                ends += [count] * is_end
+        for ids, is_end in _encoded(files, tokenizer, key, None):
+            output.write(np.array(ids, dtype=dtype).tobytes())
+            count += len(ids)
+            ends += [count] * is_end
         output.flush()
         os.fsync(output.fileno())
     np.save(folder / f"{name}.ends.npy", np.array(ends, dtype=np.int64))
