@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (10_815, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (14_808, "config run cli data models train.py"),
-    "amp_tools": (4_080, "amp_tools"),
+    "program": (15_350, "config run cli data models train.py"),
+    "amp_tools": (4_373, "amp_tools"),
     "scripts": (5_290, "scripts"),
     "amp_conformance": (2_460, "amp_conformance"),
 }
@@ -36,7 +36,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.91
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_751, 3_037
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_768, 3_037
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 565
