@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +40,7 @@ from amp_core.checkpoints.parts import save_trained_alone
 from amp_core.config.checks import package_folder
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.schema import SHARDED, Config, RecipeConfig, expected
-from amp_core.data.text import num_bytes, num_valid, outputs_of, perplexities, token_loss
+from amp_core.data.text import bits_per_byte, num_bytes, num_valid, outputs_of, perplexities, token_loss
 from amp_core.heads.losses import give_loss
 from amp_core.layouts.fsdp import cast_whole
 from amp_core.models.adapters import Lora, find_layers, merged, sizes_of
@@ -149,7 +148,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                 loss = loss_of(net, batch)
             totals += torch.stack([loss, num_valid(batch), num_bytes(data, batch[1])])
         total, num_tokens, size = env.sum_over_ranks(totals).tolist()
-        return {"loss": total / num_tokens, "bits_per_byte": total / max(size, 1) / math.log(2)}
+        return {"loss": total / num_tokens, **bits_per_byte(total, size)}
 
     # Adapters are still 0, also before a resume.
     evaluates = base and base["sha256"] and cfg.task in ("train", "evaluate")

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
 from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.data.packing import Batch
-from amp_core.data.text import num_bytes, num_valid, outputs_of, perplexities, token_loss
+from amp_core.data.text import bits_per_byte, num_bytes, num_valid, outputs_of, perplexities, token_loss
 from amp_core.data.tokenizers import Tokenizer
 from amp_core.heads.losses import give_loss
 from amp_core.models.gpt import LANGUAGE_MODELS, position_ids
@@ -115,7 +115,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         *sums, num_tokens, size = env.sum_over_ranks(totals).tolist()
         loss, *further = [total / num_tokens for total in sums]
         perplexity = math.inf if loss > 700 else math.exp(loss)  # beyond it Python raises
-        metrics = {"loss": loss, "bits_per_byte": sums[0] / max(size, 1) / math.log(2), "perplexity": perplexity}
+        metrics = {"loss": loss, **bits_per_byte(sums[0], size), "perplexity": perplexity}
         return metrics | {f"loss_at_{offset}": value for offset, value in zip(offsets[1:], further, strict=True)}
 
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
@@ -123,8 +123,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     for window in loop.windows(count=num_valid):
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
-    if cfg.task == "train" and env.run_dir is not None and knobs.sample_tokens:
-        assert data.tokenizer is not None
+    if cfg.task == "train" and env.run_dir is not None and knobs.sample_tokens and data.tokenizer is not None:
         text = sample(unwrap(model), amp, knobs, data.tokenizer, length=data.facts["length"], seed=cfg.seed)
         write_sample(env, f"step_{loop.step:08d}.txt", text.encode())
     return loop.eval

@@ -6,6 +6,7 @@ micro-batches and ranks differ in their number of valid tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,10 +38,16 @@ def num_valid(batch: Batch) -> Tensor:
 
 
 def num_bytes(data: Data, targets: Tensor) -> Tensor:
-    """UTF-8 bytes that the valid targets stand for, a 0-d int64 tensor: bits per byte compare tokenizers."""
-    assert data.tokenizer is not None
+    """UTF-8 bytes that the valid targets stand for, a 0-d int64 tensor; 0 where no tokenizer is known."""
+    if data.tokenizer is None:
+        return torch.zeros((), dtype=torch.int64, device=targets.device)
     sizes = data.tokenizer.num_bytes.to(targets.device, non_blocking=True)
     return (sizes[targets.clamp(min=0)] * (targets != IGNORE)).sum()
+
+
+def bits_per_byte(loss: float, size: float) -> dict[str, float]:
+    """A summed loss in bits per byte of text, which compares tokenizers; nothing where no tokenizer is known."""
+    return {"bits_per_byte": loss / size / math.log(2)} if size else {}
 
 
 def outputs_of(net: nn.Module, batch: Batch, **more: Any) -> Tensor:

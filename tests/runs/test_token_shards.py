@@ -17,6 +17,7 @@ from amp_core.data.tokenizers import read_tokenizer
 from amp_core.data.tokens import Documents, read_shards
 from amp_tools import tokens
 from scripts.tokens import main
+from train import main as train_main
 
 pytest.importorskip("tokenizers", reason="needs the extra text")
 
@@ -134,3 +135,14 @@ def test_a_place_or_a_tokenizer_that_will_not_do_is_refused(capsys):
         make(*more, "--num-processes", "1", code=2)
         assert said in capsys.readouterr().err
     assert os.listdir("mine") == ["notes.txt"]
+
+
+@pytest.mark.parametrize("tokenizer, is_known", [([], False), (["data.tokenizer=tok"], True)])
+def test_shards_are_trained_on_with_and_without_their_tokenizer(tokenizer, is_known):
+    make("--num-processes", "1", "--val-tokens", "300")
+    data = ["data=tokens", "data.path=shards/train_*", "data.eval_path=shards/val_*", "data.length=16", *tokenizer]
+    how = ["steps=2", "device=cpu", "log=none", "run_dir=a", "recipe=language_model", "model=gpt_tiny"]
+    assert train_main([*how, *data]) == 0
+    metrics = json.loads(Path("a/summary.json").read_text())["eval"]
+    assert ("bits_per_byte" in metrics) is is_known and metrics["loss"] > 0
+    assert Path("a/samples").exists() is is_known
