@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,6 +75,10 @@ class Knobs(RecipeConfig):
     """An adapter's output is multiplied by alpha / rank."""
     loss_chunk: int | None
     """Tokens whose logits are materialised at a time; null: all. For vocabularies of tens of thousands."""
+    sample_tokens: int
+    """Tokens at most that task=predict writes after a prompt."""
+    temperature: float
+    """Sampling temperature of task=predict: 0 takes the most likely token."""
 
 
 def check(knobs: Knobs, cfg: Config) -> list[str]:
@@ -86,6 +91,8 @@ def check(knobs: Knobs, cfg: Config) -> list[str]:
         rank=(knobs.rank > 0, "a number above 0"),
         alpha=(knobs.alpha > 0, "a number above 0"),
         loss_chunk=(knobs.loss_chunk is None or knobs.loss_chunk >= 1, "a number of tokens above 0, or null"),
+        sample_tokens=(knobs.sample_tokens >= 1, "at least 1"),
+        temperature=(0 <= knobs.temperature < math.inf, "a finite number, at least 0"),
     )
     problems += [f"recipe=finetuning: needs the package {name}: pip install 'amp-recipes[peft]'" for name in missing]
     if knobs.base != "auto" and cfg.layout.name in SHARDED:

@@ -307,7 +307,7 @@ def _rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
 
 def tokens_of(
     files: Sequence[Path], tokenizer: Tokenizer, key: str, span: tuple[int, int] | None = None
-) -> tuple[Ints, Ints]:
+) -> tuple[NDArray[np.uint32], Ints]:
     """Ids of the documents of files, each with an EOS, and where they end. `span`: bytes of lines of *.jsonl alone."""
     found, ends, count = [], [], 0
     for ids, is_end in _encoded(files, tokenizer, key, span):

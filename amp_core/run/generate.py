@@ -148,11 +148,14 @@ def answers(loop: Any, net: nn.Module, file: str) -> Iterator[tuple[int, str, bo
     """
     cfg, env, tokenizer = loop.cfg, loop.env, loop.data.tokenizer
     if KINDS.get(cfg.data.name) not in ("text", "tokens", "chat") or tokenizer is None:
-        raise ConfigError(f"predict_on={file}: data={cfg.data.name} has no tokenizer; expected a folder of images")
+        how = "use data.tokenizer=<its folder>" if cfg.data.name == "tokens" else "expected a folder of images"
+        raise ConfigError(f"predict_on={file}: data={cfg.data.name} has no tokenizer; {how}")
     found = _prompts(Path(file), tokenizer)
-    ids = [tokenizer.encode([each.text], special=each.messages is not None)[0] for each in found]
+    texts = [each.text for each in found]
+    both = zip(found, tokenizer.encode(texts), tokenizer.encode(texts, special=True), strict=True)
+    ids = [plain if each.messages is None else chat for each, plain, chat in both]
     readable = [index for index, each in enumerate(found) if ids[index] and not each.problem]
-    errors = [index for index in range(len(found)) if index not in set(readable)]
+    errors = [index for index, each in enumerate(found) if each.problem or not ids[index]]
     whole = any(map(is_sharded, loop.nets))  # whose ranks gather weights together
     settings = {"num_tokens": cfg.recipe.get("sample_tokens") or 64, "temperature": cfg.recipe.get("temperature", 0.0)}
     for number, start in enumerate(range(0, len(readable), _BATCH)):

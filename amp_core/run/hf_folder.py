@@ -38,13 +38,14 @@ def write(loop: Any, net: nn.Module, state: dict[str, Tensor], folder: Path) -> 
         ids = dict.fromkeys(_IDS) | {"eos_token_id": None if tokenizer is None else tokenizer.eos}
         config, state = _of_gpt(net, state, loop.data.facts["length"], ids, transformers)
     else:
-        config, ids = copy.deepcopy(net.config), _ids_of(loop.cfg.model.name, tokenizer)
+        ids = _ids_of(loop.cfg.model.name, tokenizer)
+        config: Any = copy.deepcopy(net.config)
         if loop.classes:
             config.id2label = dict(enumerate(loop.classes))
             config.label2id = {name: number for number, name in enumerate(loop.classes)}
     for key, value in {**ids, "use_cache": True}.items():
         setattr(config, key, value)
-    name = type(net).__name__.removeprefix("FSDP") if not isinstance(net, GPT) else config.architectures[0]
+    name = str(config.architectures[0]) if isinstance(net, GPT) else type(net).__name__.removeprefix("FSDP")
     with torch.device("meta"):
         twin = getattr(transformers, name)(config)
     if not hasattr(twin, "lm_head") and "lm_head.weight" in state:  # GPT-NeoX before transformers 5

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HALF = pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 MODE = {FP32: "fp32", BF16: "bf16", FP16: "fp16"}
-KNOBS = Knobs("finetuning", "1 steps", "loss", "min", 1, "auto", "lora", None, 4, 8.0, None)
+KNOBS = Knobs("finetuning", "1 steps", "loss", "min", 1, "auto", "lora", None, 4, 8.0, None, 64, 0.0)
 LAYERS = ["blocks.0.qkv", "blocks.0.out", "blocks.0.up", "blocks.0.down"]
 
 
