@@ -201,7 +201,8 @@ def prepare(net: nn.Module, cfg: Config, env: Environment, knobs: Knobs, amp: Am
         raise ConfigError(f"recipe.base={knobs.base}: {odd[0]} is a {kind}; expected nn.Linear, or recipe.base=auto")
     sha256 = load_base(net, cfg, env, knobs)
     keep_fp32(net, cfg.amp.keep_fp32)  # an island keeps fp32 weights
-    freeze(net, amp.dtype, knobs.base, layers)
+    # Other programs add the adapter to the weights as they are in the file, not as a mode rounds them.
+    freeze(net, torch.float32 if cfg.task == "export" else amp.dtype, knobs.base, layers)
     env.seed_step(0)  # the same adapters, whether this process trained the base or read it
     adapt(net, layers, knobs)
     return sha256

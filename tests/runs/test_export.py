@@ -15,7 +15,9 @@ from amp_core.checkpoints.reading import must_find
 from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.run.pretrained import load_pretrained
+from amp_core.vision import import_torchvision
 
+import_torchvision()  # transformers and peft do so, which fails beside another build of torch
 pytestmark = pytest.mark.usefixtures("own_folder")
 TOKENS = torch.arange(64).reshape(2, 32) % 60
 TINY = {"width": 32, "depth": 2, "heads": 2}
@@ -75,7 +77,7 @@ def test_our_gpt_is_a_network_of_transformers_with_its_logits_and_a_tokenizer_of
 @pytest.mark.parametrize("kind", ["llama_tiny", "gpt2_tiny"])
 def test_a_fine_tuned_network_of_transformers_goes_back_with_adapters_merged_or_alone(kind, adapter):
     peft = pytest.importorskip("peft", reason="needs the extra peft")
-    common = ["model=hf", "data.length=32", "data.num_samples=16", "amp=fp32", "device=cpu", "log=none", "batch_size=2"]
+    common = ["model=hf", "data.length=32", "data.num_samples=16", "amp=bf16", "device=cpu", "log=none", "batch_size=2"]
     begin = ["recipe=language_model", f"model.name={kind}", "steps=1", "run_dir=base", "recipe.sample_tokens=0"]
     assert train.main([*common, *begin]) == 0 and export("hf", run_dir="base") == 0
     base = str(Path("base/export/hf").absolute())
