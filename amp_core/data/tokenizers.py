@@ -106,6 +106,15 @@ def tokenizer_file(name: str) -> Path:
     return path / "tokenizer.json" if path.is_dir() else path
 
 
+def vocabulary_of(file: Path) -> dict[int, str]:
+    """Tokens by their ids, as a tokenizer.json lists them. Raises OSError, ValueError, KeyError: it is no such file."""
+    content = json.loads(read_bytes(file, _MOST))
+    vocab = content["model"]["vocab"]
+    found = {number: token for number, (token, *_) in enumerate(vocab)} if isinstance(vocab, list) else {}
+    found = found or {number: token for token, number in vocab.items()}
+    return found | {each["id"]: each["content"] for each in content.get("added_tokens", ())}
+
+
 def why_no_tokenizer(name: str) -> str | None:
     """What is wrong with a name, before anything is read."""
     if name == BYTES:

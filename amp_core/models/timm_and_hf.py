@@ -198,4 +198,4 @@ def _transformers(name: str, task: str, fields: Callable[..., dict[str, Any]]) -
             raise ConfigError(f"data.length={length}: {called} has {limit} positions; use at most data.length={limit}")
         return net
 
-    return _taking(sorted(keys - {"num_channels", "is_decoder", "use_cache"}), build)
+    return _taking(sorted(keys - {"num_channels", "is_decoder", "use_cache", "dtype"}), build)

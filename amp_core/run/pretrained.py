@@ -22,6 +22,7 @@ from amp_core.checkpoints.reading import NoCheckpoint, read
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import holds_checkpoint, open_file, read_json
 from amp_core.config.schema import Config
+from amp_core.data.tokenizers import BYTES, tokenizer_file, vocabulary_of
 from amp_core.models.gpt import GPT
 from amp_core.models.images import CLASSIFIERS
 from amp_core.vision import import_torchvision
@@ -44,6 +45,8 @@ def check_weights(cfg: Config) -> list[str]:
     if path is None:
         given = [key for key in ("fresh", "rename") if getattr(cfg.model, key)]
         return [f"model.{key}: has no effect without model.weights; leave it out" for key in given]
+    if problem := _another_tokenizer(cfg):
+        return [problem]
     if path == DEFAULT and _default(cfg.model.name) is None:
         how = "networks of torchvision and folders of transformers do; use model.weights=<file>"
         return [f"model.weights={DEFAULT}: model.name={cfg.model.name} has no weights of its own, {how}"]
@@ -52,6 +55,24 @@ def check_weights(cfg: Config) -> list[str]:
     is_default = re.fullmatch(r"(?i)imagenet\w*|pretrained|true|yes", path) and _default(cfg.model.name) is not None
     hint = f". Did you mean model.weights={DEFAULT}?" if is_default else f"; expected {_EXPECTED}"
     return [f"model.weights={path}: there is no such file or folder{hint}"]
+
+
+def _another_tokenizer(cfg: Config) -> str | None:
+    """What is wrong with a tokenizer that has other tokens by the ids that a pretrained network knows."""
+    folder = Path(cfg.model.name.removeprefix("hf:")) if cfg.model.weights == DEFAULT else Path(cfg.model.weights or "")
+    own, given = folder / "tokenizer.json", tokenizer_file(cfg.data.tokenizer or BYTES)
+    if cfg.data.tokenizer in (None, BYTES) or not (own.is_file() and given.is_file()) or own.samefile(given):
+        return None
+    try:
+        there, here = vocabulary_of(own), vocabulary_of(given)
+    except (OSError, ValueError, KeyError, TypeError):  # said where it is used
+        return None
+    if all(here.get(number, token) == token for number, token in there.items()):
+        return None
+    return (
+        f"data.tokenizer={cfg.data.tokenizer}: has other tokens than {own}, by whose ids the weights were trained; use "
+        f"data.tokenizer={folder}, or leave out model.weights"
+    )
 
 
 def start_from(cfg: Config, run_dir: Path | None, net: nn.Module) -> str:
@@ -140,7 +161,9 @@ def load_pretrained(
     if wrong := [*missing, *unlike, *unknown]:
         places = sorted({_outermost(name, taken.keys() - unlike) for name in wrong})
         if any(found[name].shape[1:] == own[name].shape[1:] and _holds_tokens(net, name) for name in unlike):
-            problems[-1] += ". The vocabularies differ, so no token means the same: leave out model.weights"
+            has_tokenizer = (Path(path) / "tokenizer.json").is_file()
+            how = f"use data.tokenizer={path}" if has_tokenizer else "leave out model.weights"
+            problems[-1] += f". The vocabularies differ, so no token means the same: {how}"
         elif len(wrong) < len(own) and len(places) <= 4:
             listed = ",".join(f'"{name}"' for name in places)
             problems[-1] += f". To keep the initial weights there: 'model.fresh=[{listed}]'"

@@ -25,6 +25,51 @@ def test_the_page_is_short_and_its_experiments_are_there():
         assert name in PAGE.read_text() and (PAGE.parents[1] / "conf" / "experiment" / f"{name}.yaml").is_file()
 
 
+def tiny(transformers):
+    """A network and its tokenizer, under the name of the real ones; its weights have 16 bits."""
+    write_tokenizer(Path("smollm2"))
+    size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(Path("smollm2").absolute())
+    ids = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
+    config = transformers.LlamaConfig(**size, **ids, intermediate_size=128, tie_word_embeddings=True, dtype="bfloat16")
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained("smollm2")
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        (["data.path=chat.txt"], "no token means the same: use data.tokenizer=smollm2"),
+        (
+            ["data.path=chat.txt", "data.tokenizer=other"],
+            "data.tokenizer=other: has other tokens than smollm2/tokenizer",
+        ),
+        (["data.path=chat.txt", "data.tokenizer=smollm2", "model.options.dtype=bfloat16"], "model.options.dtype"),
+        (
+            ["data.path=a.jsonl"],
+            "a.jsonl is a .jsonl file, and data=text learns all bytes: give data.tokenizer=<folder>",
+        ),
+        (["data.path=a.parquet"], "a.parquet is a .parquet file, and data=text learns all bytes: give data.tokenizer"),
+        (["data.path=a.bin"], "a.bin is a .bin file, no text; data=tokens reads token shards"),
+        (["data.path=a.npy", "data.tokenizer=smollm2"], "a.npy is a .npy file, no text; data=tokens reads"),
+    ],
+)
+def test_tokens_that_mean_nothing_to_the_network_are_refused_with_what_to_do(typed, said, capsys):
+    import_torchvision()
+    tiny(pytest.importorskip("transformers", reason="needs the extra hf"))
+    Path("chat.txt").write_text("def f(x):\n    return x\n" * 200)
+    for name in ("a.jsonl", "a.parquet", "a.bin", "a.npy"):
+        Path(name).write_bytes(b"\1\0" * 9)
+    write_tokenizer(Path("other"))
+    content = json.loads(Path("other/tokenizer.json").read_text())
+    first, second, *_ = vocab = content["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    Path("other/tokenizer.json").write_text(json.dumps(content))
+    net = ["model=hf", "model.name=smollm2", "model.weights=default", "data.length=16", "steps=1", "device=cpu"]
+    assert train.main(["recipe=finetuning", "recipe.adapter=none", "data=text", "run_dir=a", *net, *typed]) == 2
+    assert said in capsys.readouterr().err and not Path("a").exists()
+
+
 @pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_six_commands_lead_to_a_folder_that_generates_what_was_predicted(is_real, capsys):
     import_torchvision()  # transformers does so, which fails beside another build of torch
@@ -35,15 +80,7 @@ def test_the_six_commands_lead_to_a_folder_that_generates_what_was_predicted(is_
         pytest.importorskip("gguf", reason="needs the package gguf")
         assert from_gguf(commands[0][2:]) == 0
     else:
-        write_tokenizer(Path("smollm2"))
-        size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(Path("smollm2").absolute())
-        config = transformers.LlamaConfig(
-            vocab_size=len(tokenizer), intermediate_size=128, tie_word_embeddings=True, dtype="bfloat16",
-            bos_token_id=0, eos_token_id=tokenizer.eos_token_id, **size,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained("smollm2")
+        tiny(transformers)
     ask = [{"role": "user", "content": "return number 1"}]
     chats = [[ask[0] | {"content": f"number {n}"}, {"role": "assistant", "content": f"is {n}"}] for n in range(34)]
     Path("chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
