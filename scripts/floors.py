@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (10_815, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (15_359, "config run cli data models train.py"),
+    "program": (15_410, "config run cli data models train.py"),
     "amp_tools": (4_373, "amp_tools"),
-    "scripts": (5_290, "scripts"),
+    "scripts": (5_333, "scripts"),
     "amp_conformance": (2_460, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
@@ -36,7 +36,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.91
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_768, 3_037
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_768, 3_049
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 565
