@@ -109,9 +109,11 @@ def tokenizer_file(name: str) -> Path:
 def vocabulary_of(file: Path) -> dict[int, str]:
     """Tokens by their ids, as a tokenizer.json lists them. Raises OSError, ValueError, KeyError: it is no such file."""
     content = json.loads(read_bytes(file, _MOST))
-    vocab = content["model"]["vocab"]
-    found = {number: token for number, (token, *_) in enumerate(vocab)} if isinstance(vocab, list) else {}
-    found = found or {number: token for token, number in vocab.items()}
+    vocab: Any = content["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram: tokens with their scores
+        found = {number: token for number, (token, *_) in enumerate(vocab)}
+    else:
+        found = {number: token for token, number in vocab.items()}
     return found | {each["id"]: each["content"] for each in content.get("added_tokens", ())}
 
 
