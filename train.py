@@ -50,7 +50,7 @@ from amp_core.cli import compose, sweep
 from amp_core.cli.command import LONGEST, answering, limit_spinning, program, say_error, tool
 from amp_core.cli.help import help_text
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
-from amp_core.cli.overrides import MEANT, check_overrides, groups, quoted
+from amp_core.cli.overrides import check_overrides, groups, quoted
 from amp_core.cli.run_folders import (
     check_place,
     check_run_dir,
@@ -60,6 +60,7 @@ from amp_core.cli.run_folders import (
     sweep_subdir,
     varied,
 )
+from amp_core.cli.words import MEANT
 from amp_core.config.errors import STATUS, ConfigError, RunError, suggest
 from amp_core.config.options import conf_dir
 from amp_core.config.redact import mask_what_python_prints
@@ -105,7 +106,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             raise ConfigError(f"--config: is not used here: {instead['config_name']}")
         dashed = re.findall(r"(?<=\s)--?([A-Za-z][\w.-]*)(?:=(\S+))?", message) if "unrecognized" in message else []
         hints = [_without_dashes(key.replace("-", "_"), value or None, arguments) for key, value in dashed]
-        hint = f" Did you mean {' '.join(hints)}?" if hints and all(hints) else ""
+        hint = f" Did you mean {' '.join(hints)}?" if hints and all("=" in each for each in hints) else " ".join(hints)
         raise ConfigError(f"{message}.{hint} Settings are written key=value, see {program()} --help")
 
     instead = {
@@ -136,7 +137,8 @@ def _without_dashes(key: str, value: str | None, arguments: list[str]) -> str:
     _, problems = check_overrides([f"{key}={value}"], multirun=True, problems_of=_problems_of)
     said = re.search(r"Did you mean (.*?)\?", problems[0]) if problems else None
     if problems and said is None:
-        return ""
+        reason = re.search(r"such key(?:: |\. It is )(.*)", problems[0])
+        return f" {key}: {reason[1]}." if reason else ""
     meant = said[1] if said else f"{key}={value}"
     return meant if "=" in meant else f"{key}={meant}"
 
@@ -165,11 +167,13 @@ def _problems_of(sound: list[str]) -> list[str]:
 
 def _checked_values(values: dict[str, Any], overrides: list[str], problems: list[str]) -> tuple[Config, list[str]]:
     told = {key_of(problem) for problem in problems}
+    # With what is suggested there, other settings are other problems, or none: data.root=x, data.path is missing.
+    told |= {key_of(text) for problem in problems for text in re.findall(r"(?:mean |or |called )([\w.]+)(?:=| here)", problem)}
     if told & {"recipe", "experiment"}:  # they bring most settings
         raise ConfigError(problems)
     cfg, found, broken = validate(values)
     # Where an option is unknown, the default one has its place, which none of the other settings was meant for.
-    problems += [problem for problem in found if key_of(problem).split(".")[0] not in told]
+    problems += [problem for problem in found if told.isdisjoint((key_of(problem), key_of(problem).split(".")[0]))]
     # torch is imported from here on: `--help` and `--cfg job` do not need it.
     from amp_core.run.preflight import preflight
     from recipes import find, names

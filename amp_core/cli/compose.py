@@ -29,7 +29,6 @@ from amp_core.cli.command import program
 from amp_core.cli.lease import num_cores
 from amp_core.cli.overrides import (
     FREE,
-    HYDRA,
     PATHS,
     at_end,
     check_overrides,
@@ -42,6 +41,7 @@ from amp_core.cli.overrides import (
     typed_keys,
 )
 from amp_core.cli.run_folders import check_length, environment_of, source_of, stored_config
+from amp_core.cli.words import HYDRA
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import kind_of, why_not_yaml
 from amp_core.config.options import CONFIG_DIR, choices, conf_dir, config_dirs

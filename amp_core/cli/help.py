@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from amp_core.cli.command import program, tool
-from amp_core.cli.overrides import WORDS, keys_of
+from amp_core.cli.overrides import keys_of
+from amp_core.cli.words import WORDS
 from amp_core.config import schema
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.options import choices, conf_dir, option_file

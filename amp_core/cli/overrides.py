@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import math
 import os
 import re
@@ -18,80 +19,21 @@ from hydra.core.plugins import Plugins
 
 from amp_core.cli.command import program
 from amp_core.cli.run_folders import check_place
+from amp_core.cli.words import HYDRA, MEANT, REASONS, WORDS
 from amp_core.config.checks import tag_of_timm
-from amp_core.config.errors import ConfigError, is_misspelt, suggest
+from amp_core.config.errors import SAME, ConfigError, is_misspelt, suggest
 from amp_core.config.options import choices, conf_dir, config_dirs, read_option
 from amp_core.config.parse import group_of, hints_of
 from amp_core.config.redact import refuse_secret
 from amp_core.config.schema import Config
 
-HYDRA = {
-    "hydra.run.dir": "a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine",
-    "hydra.sweep.subdir": "each job gets a folder named after its overrides; leave it out",
-    "hydra.output_subdir": "the run folder always holds .hydra; leave it out",
-    "hydra.job.chdir": "paths are relative to where you start, and run_dir= is the output folder; leave it out",
-    "hydra.job.name": "a run is named by its folder; use run_dir=runs/mine",
-    "hydra.job.env_set": "set variables in the shell, before the command; leave it out",
-    "hydra/sweeper/sampler": "is a key of the sweeper; use hydra.sweeper.sampler=tpe",
-    "hydra.callbacks": "a callback names a class (_target_), and a config never runs code; leave it out",
-    "hydra.searchpath": "your own YAML files are found with the flag --config-dir <folder>; leave it out",
-    "hydra.verbose": "Hydra's own log is off, and train.log holds all of the run's; leave it out",
-    **dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "log= sets what is logged; use log=none to be quiet"),
-    "hydra/callbacks": "a callback names a class (_target_), and a config never runs code; leave it out",
-}
-"""What people set of Hydra, why it is not used here, and what to type instead."""
 IN_SWEEPS = ("hydra/launcher", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper.", "hydra.sweep.dir")
-MEANT = {
-    "amp": {
-        **dict.fromkeys(("16", "16-mixed", "fp16-mixed", "float16", "half", "true"), "fp16"),
-        **dict.fromkeys(("bf16-mixed", "bfloat16", "bfloat16-mixed"), "bf16"),
-        **dict.fromkeys(("32", "32-true", "float32", "float", "full", "no", "false"), "fp32"),
-        **dict.fromkeys(("bf16-true", "bfloat16-true"), "bf16_pure"),
-        **dict.fromkeys(("float8", "fp8-mixed", "e4m3", "transformer-engine"), "fp8"),
-        **dict.fromkeys(("16-true", "fp16-true"), "o3"),
-    },
-    "perf": {"true": "compile"},
-    "doctor": dict.fromkeys(("true", "on"), "watch"),
-    "resume": dict.fromkeys(("true", "latest", "newest"), "last"),
-}
-"""Values of other projects, in small letters, and ours."""
-WORDS = {word: ours for ours, words in {
-    "optimizer.lr": "learning_rate base_lr max_lr", "optimizer.weight_decay": "wd", "dry_run": "fast_dev_run",
-    "amp": "precision mixed_precision dtype use_amp opt_level", "data.num_workers": "workers", "model": "arch net",
-    "accumulation": "gradient_accumulation_steps accumulate_grad_batches grad_accum",
-    "batch_size": "bs batch per_device_train_batch_size train_batch_size", "log": "logger report_to wandb tensorboard",
-    "layout.nproc_per_node": "gpus num_gpus nproc devices world_size num_processes",
-    "layout.nnodes": "nodes num_nodes num_machines", "layout device": "accelerator trainer strategy parallel",
-    "steps": "max_steps num_steps iterations max_iters", "epochs": "max_epochs num_epochs num_train_epochs",
-    "clip.max_norm": "grad_clip max_grad_norm gradient_clip_val clip_grad clip_grad_norm norm",
-    "max_minutes": "max_time",
-    "run_dir": "output_dir out_dir save_dir log_dir", "save_every": "every save_steps checkpoint_every",
-    "eval_every": "eval_steps val_check_interval eval_interval", "eval.at_start": "eval_on_start",
-    "eval.samples": "max_eval_samples limit_val_batches eval_iters",
-    "log_every": "logging_steps log_every_n_steps log_interval", "checkpoint.keep": "save_total_limit save_top_k",
-    "perf": "compile torch_compile", "perf.checkpoint_activations": "gradient_checkpointing activation_checkpointing",
-    "resume": "ckpt_path resume_from_checkpoint", "data": "dataset datamodule", "data.path": "root data_dir",
-    "model.weights": "pretrained init_from initial_checkpoint checkpoint_path finetune", "log.wandb_tags": "tags",
-    "log.progress": "enable_progress_bar progress_bar", "experiment": "hparams_search",
-    "schedule": "lr_scheduler scheduler lr_scheduler_type", "amp.init_scale": "scale loss_scale static_loss_scale",
-    "data.image_size": "size resolution input_size crop_size img_size", "model.options": "dropout",
-    "optimizer.options": "momentum nesterov betas",
-    "schedule.options": "warmup_steps warmup_epochs warmup_ratio milestones gamma step_size",
-    "data.path data.eval_path": "train_path val_path train_dir val_dir data_path", "layout": "ddp fsdp distributed",
-    "log.wandb_project": "project wandb_project", "save_every eval_every log_every": "save",
-    "ema.decay": "beta model_ema ema_decay",
-}.items() for word in words.split()}  # fmt: skip
-"""What other projects call our keys and groups."""
-REASONS = {
-    **dict.fromkeys(("num_classes", "in_channels", "vocab_size"), "the data set knows it; leave it out"),
-    "shuffle": "training data is shuffled by the seed, evaluation data never; leave it out",
-    **dict.fromkeys(("transforms", "transform", "augmentation"), "use data.augment=true or false"),
-    "verbose": "train.log has everything; log=none is quiet",
-    "enabled": "a mode is chosen: use amp=fp32 for none",
-}
-"""Last parts of keys that are no settings here, and why."""
 FREE = ("model", "optimizer", "schedule")
 """Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
+TASKS = {
+    name: SAME.get(name, name) for name in ("train", "fit", "evaluate", "eval", "test", "validate", "predict", "infer")
+}
+"""Words that are tasks."""
 PATHS = ("data.path", "data.eval_path", "data.exclude", "model.name", "model.weights", "run_dir", "resume")
 PATHS += ("recipe.teacher", "hydra.sweep.dir", "hydra.run.dir")
 """Keys that hold a path."""
@@ -138,6 +80,8 @@ def check_overrides(
     unknown: list[Override] = []
     sign = list(overrides).index("=") if "=" in overrides else len(overrides) + 1
     spaced = overrides[max(0, sign - 1) : sign + 2]
+    overrides, told = _joined(overrides, multirun)
+    problems += told
     for text in overrides:
         try:
             text.encode()
@@ -148,7 +92,7 @@ def check_overrides(
             problems.append(problem)
             continue
         try:
-            override = parse_override(text)
+            override = parse_override(re.sub(r"(=\d+)\^(\d+)$", r"\1**\2", text))
         except Exception:  # the parser raises several kinds
             override = None
         if (path := PATH.match(text)) and (
@@ -177,7 +121,37 @@ def check_overrides(
             unknown.append(override)
         except ConfigError as refused:
             problems += refused.problems
+    if len(swept := [problem for problem in problems if "; add -m" in problem]) > 1:  # is one mistake
+        problems = [problem for problem in problems if problem not in swept[1:]]
     return sound, problems + [_say_unknown(override, sound, problems_of) for override in unknown]
+
+
+def _joined(overrides: Sequence[str], multirun: bool) -> tuple[list[str], list[str]]:
+    """(the others, what to type) for words that the shell took apart: `amp fp16`, `seed=1 2 3`, `key=[0.9, 0.95]`."""
+    rest, problems, words = [], [], list(overrides)
+    is_name = {*typed_keys(), *groups(), *TASKS, "help", "h"}.__contains__
+    while words:
+        text, after = words[0], [*itertools.takewhile(lambda word: "=" not in word and not is_name(word), words[1:])]
+        if text[-1:] == "=" or after[:1] == ["="] or not after:
+            rest.append(words.pop(0))
+            continue
+        whole = " ".join([text, *after])
+        if is_name(text):
+            key, value = ("run_dir", f"task={TASKS[text]} ") if text in TASKS else (text, "")
+            problems.append(f"{whole}: expected key=value. Did you mean {value}{key}={after[0]}?")
+            after = after[:1]
+        elif "=" in text and multirun and not re.search(r"[\[{(]", text):
+            key, _, first = text.partition("=")
+            problems.append(
+                f"{whole}: several values have commas between them. Did you mean {key}={','.join([first, *after])}?"
+            )
+        elif "=" in text and (re.search(r"[\[{(]", text) or text.startswith(tuple(f"{path}=" for path in PATHS))):
+            problems.append(f"{whole}: has spaces, where the shell takes it apart; put it in quotes: '{whole}'")
+        else:
+            after = []
+            rest.append(text)
+        words = words[1 + len(after) :]
+    return rest, problems
 
 
 def _meant_by(text: str, multirun: bool, problems_of: Problems | None) -> str:
@@ -190,6 +164,8 @@ def _meant_by(text: str, multirun: bool, problems_of: Problems | None) -> str:
         return f"Did you mean {text}=true?"
     if text in ("help", "h"):
         return "Did you mean --help?"
+    if text in TASKS:
+        return f"Did you mean task={TASKS[text]}?"
     if (group := next((group for group in groups() if text in choices(group)), None)) is not None:
         return f"Did you mean {group}={text}?"
     return ""
@@ -245,41 +221,52 @@ def _check_option(group: str, option: Any) -> None:
     word = "none" if option is None else str(option).lower()
     found = f"{group}={option}: there is no such option."
     if group == "clip" and isinstance(option, int | float) and not isinstance(option, bool):
-        raise ConfigError(f"{found} Did you mean clip=norm clip.max_norm={option}?")
+        raise ConfigError(f"{found} Did you mean clip={f'norm clip.max_norm={option}' if option > 0 else 'none'}?")
+    if group == "model" and (of_library := re.fullmatch(r"(timm|hf)[:/.](.+)", str(option))):
+        raise ConfigError(f"{found} Did you mean model.name={of_library[1]}:{of_library[2]}?")
+    word = word.rpartition(".")[2] if word.startswith("torch") else word
     if group == "model" and (meant := tag_of_timm(word)):
         raise ConfigError(f"{found} {meant}")
     if group == "layout" and word in ("zero", "zero1"):
         raise ConfigError(f"{found} Did you mean layout=ddp layout.shard_optimizer=true?")
     if group in FREE and (name := _name_in_torch(group, word)):
-        raise ConfigError(f"{found} Did you mean {group}.name={name}?")
+        raise ConfigError(f"{found} {name}")
     more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""
-    more = (
-        " Data of your own: data/<name>.py and data/<name>.yaml under --config-dir (docs/YOUR_OWN_MODEL.md)."
-        if group == "data"
-        else more
-    )
-    more = (
-        f" {option} is no class of torch.optim, which optimizer.name= takes, as it takes <module.Class> of a package."
-        if group == "optimizer"
-        else more
-    )
+    more = {
+        "model": " model=timm and model=hf take others, see --help model=timm model=hf.",
+        "data": " Data of your own: data/<name>.py and data/<name>.yaml under --config-dir (docs/YOUR_OWN_MODEL.md).",
+        "optimizer": f" {option} is no class of torch.optim, which optimizer.name= takes, as it takes <module.Class> of "
+        f"a package.",
+    }.get(group, more)
     meant = MEANT.get(group, {}).get(word) or (_without(group) if word in ("none", "false", "off") else None)
-    raise ConfigError(f"{found} {suggest(meant or str(option), choices(group))}{more}")
+    raise ConfigError(f"{found} {suggest(meant or word, choices(group))}{more}")
 
 
 def _name_in_torch(group: str, word: str) -> str | None:
-    """The name in torch or torchvision that an option was mistaken for."""
-    if any(word == option.lower() for option in choices(group)):
+    """What to type for the name in torch or torchvision that an option was mistaken for, or why that cannot be."""
+    if word in MEANT.get(group, {}) or any(word in (option.lower(), *option.split("_")) for option in choices(group)):
         return None
     if group == "model":
         from amp_core.models.images import CLASSIFIERS
 
-        known = CLASSIFIERS.names()
-    else:
-        import torch  # to refuse something may take a while
+        known, refused = CLASSIFIERS.names(), {}
+    elif group == "optimizer":  # to refuse something may take a while
+        from amp_core.step.optimizers import REFUSED as refused
+        from amp_core.step.optimizers import available
 
-        known = dir(torch.optim if group == "optimizer" else torch.optim.lr_scheduler)
-    return next((name for name in known if name.lower() == word and name[0] != "_"), None)
+        known = [*available(), *refused]
+    else:
+        from amp_core.step.schedule import REFUSED as refused
+        from amp_core.step.schedule import available
+
+        known = [*available(), *refused]
+    same = [name for name in known if name.lower() in (word, f"{word}lr")]
+    near = same or [name for name in known if len(word) > 2 and word in name.lower()]
+    near.sort(key=lambda name: not name.lower().startswith(word))
+    if near and near[0] in refused:
+        return f"{near[0]} {refused[near[0]]}."
+    names = " or ".join([f"{group}.name={near[0]}", *near[1:3]]) if near else ""
+    return f"Did you mean {names}{', ...' * (len(near) > 3)}?" if near else None
 
 
 @functools.lru_cache(256)
@@ -343,11 +330,13 @@ def _say_unknown(override: Override, sound: list[str], problems_of: Problems | N
             shown = (" ".join(texts) for texts in found[:3])
             meant = " or ".join(shown)
             return f"{key}: there is no such key. Did you mean {meant}? All keys: {program()} --cfg job"
-    if reason := REASONS.get(tail):
+    if reason := REASONS.get(key) or REASONS.get(tail):
         return f"{key}: there is no such key: {reason}"
-    if targets := WORDS.get(tail):
+    if targets := WORDS.get(key) or WORDS.get(tail):
         called = " or ".join(targets.split())
         return f"{key}: there is no such key. It is called {called} here: {program()} --help {targets}"
+    if head in typed_keys() and group_of(typed_keys()[head]) is None:
+        return f"{key}: there is no such key: {head} is a value; write {head}={typed}"
     if head in FREE:
         return f"{key}: there is no such key. Arguments of its constructor: {head}.options.<name>; see --help {head}"
     return f"{key}: there is no such key. All keys: {program()} --cfg job"
@@ -357,8 +346,9 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
     """What an unknown key may have been meant for, the likeliest first: overrides that are alternatives."""
     head, _, tail = key.rpartition(".")
     known = [*typed_keys(), "experiment"]
-    yield [f"{other}={typed}" for other in known if other.rpartition(".")[2] == tail]
-    for target in WORDS.get(tail, "").split():
+    yield [f"{other}={typed}" for other in known if other.rpartition(".")[2] == tail or _parts(other) == _parts(key)]
+    targets = (WORDS.get(key) or WORDS.get(tail, "")).split()
+    for target in targets:
         meant = MEANT.get(target, {}).get(typed.lower(), typed)
         valid = [option for option in choices(target) if meant.lower() in option]
         yield [f"{target}={option}" for option in ([meant] if meant in valid or not valid else valid[:1])]
@@ -369,8 +359,22 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
     near = [other for other in near if other.rpartition(".")[0] == head or is_misspelt(head, other.rpartition(".")[0])]
     near.sort(key=lambda other: -difflib.SequenceMatcher(None, key.lower(), other.lower()).ratio())
     yield from ([f"{other}={typed}"] for other in near)
-    options = [target for target in WORDS.get(tail, "").split() if target.endswith(".options")]
+    # amp.max_skips: some words of one key of this group; or resume.path: a value taken for a group.
+    longer = [other for other in known if other.rpartition(".")[0] == head and _has_words(_parts(other), _parts(key))]
+    yield from ([f"{other}={typed}"] for other in longer[: len(longer) == 1])
+    yield [f"{head}={typed}"] if head in known else []
+    options = [target for target in targets if target.endswith(".options")]
     yield [f"{target}.{tail}={typed}" for target in ([f"{head}.options"] if head in FREE else options)]
+
+
+def _parts(key: str) -> list[str]:
+    return re.split("[._]", key)
+
+
+def _has_words(long: list[str], short: list[str]) -> bool:
+    """Whether all words of the one are in the other, in this order."""
+    rest = iter(long)
+    return all(word in rest for word in short)
 
 
 def _tried(text: str, sound: list[str], before: list[str], problems_of: Problems | None) -> list[str] | None:

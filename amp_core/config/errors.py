@@ -113,16 +113,19 @@ def _is_near(a: str, b: str) -> bool:
             row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (x != y)))
             if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
                 row[j] = min(row[j], before[j - 2] + 1)
+    if len(a) == len(b) <= 3 and sorted(a) != sorted(b):  # tpu is not xpu
+        return False
     return len(a) <= 100 and row[-1] <= max(1, min(len(a), len(b)) // 4)
 
 
 def suggest(word: str, valid: Iterable[str]) -> str:
     """A sentence with the valid choice that was meant, if that is clear; then all of them, or the nearest of many."""
     low, names = str(word).lower(), {name.lower(): name for name in valid}
-    same = low if low in names else SAME.get(low)
+    short = low.rpartition(".")[2]  # torch.optim.Adam
+    same = low if low in names else SAME.get(low, short)
     meant = [same] if same in names else [name for name in names if is_misspelt(low, name)]
     meant = difflib.get_close_matches(low, meant, n=1, cutoff=0.0)
-    if not meant and len(low) > 2:  # a part of a name
+    if not meant and len(low) > 2 and low not in ("off", "none"):  # a part of a name
         meant = [name for name in names if low in re.split("[_.]", name) or name.startswith(low)]
     hint = f"Did you mean {' or '.join(names[name] for name in meant)}? " if 0 < len(meant) <= 3 else ""
     if len(names) <= MOST_NAMES:

@@ -57,6 +57,13 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
+IN_WORDS = {
+    "resume": {"True": "last", "False": "never", "None": "never"},
+    "model.weights": {"True": "default", "False": "null"},
+}
+"""What was meant by values of a key that is text."""
+
+
 hints_of = functools.cache(get_type_hints)
 
 
@@ -93,8 +100,14 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
         else:
             literal = [a for k in (expected, *get_args(expected)) if get_origin(k) is Literal for a in get_args(k)]
             hint = " " + suggest(show_value(value), literal) if literal else ""
-            if _fits(meant := _plain(value), expected):
+            if _fits(meant := bool(value) if _is_int(value) and value in (0, 1) else _plain(value), expected):
                 hint = f" Write {dot}{name}={show_value(meant)}{', without quotes' * isinstance(value, str)}."
+            if isinstance(value, list) and value and all(_fits(one, expected) for one in value):
+                hint = f" Several values are a sweep: -m {dot}{name}={','.join(map(show_value, value))}."
+            if meant := IN_WORDS.get(dot + name, {}).get(str(value)):
+                hint = f" Did you mean {meant}?"
+            if name.endswith("_minutes") and (minutes := _minutes(str(value))):
+                hint = f" Write {dot}{name}={minutes:g}."
             if name == "device" and (number := re.fullmatch(r"(?:(?:cuda|gpu):)?(\d+)", str(value))):
                 hint = f" Choose the GPU with CUDA_VISIBLE_DEVICES={number[1]}."
             if dot + name == "perf.compile":
@@ -112,6 +125,13 @@ def _plain(value: Any) -> Any:  # what 1000.0, '5', None and 'yes' were meant fo
     if isinstance(value, str) and re.fullmatch(r"[\w.+-]+", value):
         return None if value.lower() == "none" else parse_yaml(value)
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+def _minutes(text: str) -> float | None:  # of 2h, 90min and 01:30:00
+    if clock := re.fullmatch(r"(\d+):(\d\d):(\d\d)", text):
+        return int(clock[1]) * 60 + int(clock[2]) + int(clock[3]) / 60
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)(d|h|m|s)[a-z]*", text)
+    return float(number[1]) * {"d": 1440, "h": 60, "m": 1, "s": 1 / 60}[number[2]] if number else None
 
 
 def show_value(value: Any) -> str:

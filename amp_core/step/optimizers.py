@@ -24,7 +24,7 @@ REFUSED = {
 }
 
 
-def _available() -> dict[str, type[torch.optim.Optimizer]]:
+def available() -> dict[str, type[torch.optim.Optimizer]]:
     found = {
         name: cls
         for name, cls in vars(torch.optim).items()
@@ -39,7 +39,7 @@ def _class_of(name: str, package: str | None) -> type[torch.optim.Optimizer]:
 
         return foreign.find(name, package)
     if name != "AdamW8bit":
-        return _available()[name]
+        return available()[name]
     from amp_core.lowp.adam8 import AdamW8bit  # imports torchao, for seconds
 
     return AdamW8bit
@@ -54,13 +54,13 @@ def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bo
 def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]:
     """Problems of the `optimizer` group, found by building one over a single CPU weight."""
     if cfg.name in REFUSED:
-        return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', _available())}"]
+        return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', available())}"]
     if "." in cfg.name:
         try:
             _class_of(cfg.name, cfg.package)
         except ValueError as problem:
             return [f"optimizer.name={cfg.name}: {problem}"]
-    elif cfg.name not in (names := [*_available(), "AdamW8bit"]):
+    elif cfg.name not in (names := [*available(), "AdamW8bit"]):
         return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, names)}"]
     for package in ("torchao", "triton") if cfg.name.endswith("AdamW8bit") else ():  # which compiles its step for a GPU
         if find_spec(package) is None and (on_cuda or package == "torchao"):
@@ -75,8 +75,12 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
         for key in cfg.options
         if key not in parameters
     ]
+    for key, value in cfg.options.items():
+        default = inspect.signature(cls).parameters[key].default if key in inspect.signature(cls).parameters else None
+        if isinstance(default, tuple) and not (isinstance(value, list | tuple) and len(value) == len(default)):
+            problems.append(f"optimizer.options.{key}={value}: expected {len(default)} numbers, such as {[*default]}")
     if cfg.fused and not _has_fused(cls, on_cuda=on_cuda):
-        fused = [name for name, other in _available().items() if _has_fused(other, on_cuda=on_cuda)]
+        fused = [name for name, other in available().items() if _has_fused(other, on_cuda=on_cuda)]
         where = f" on CUDA in torch {torch.__version__}" if _has_fused(cls) else ""
         problems.append(
             f"optimizer.fused=true: {cfg.name} has no fused form{where}; use optimizer.fused=null, or one of "

@@ -274,7 +274,7 @@ REFUSED = {
 }
 
 
-def _available() -> dict[str, Any]:
+def available() -> dict[str, Any]:
     found = {
         name: cls
         for name, cls in vars(torch.optim.lr_scheduler).items()
@@ -284,7 +284,7 @@ def _available() -> dict[str, Any]:
 
 
 def _maker(cfg: ScheduleConfig) -> Make:
-    target = _available()[cfg.name]
+    target = available()[cfg.name]
     if cfg.name == "sequential":
         return _Sequential(cfg.options["parts"])
     if cfg.name in OWN:
@@ -329,13 +329,16 @@ class _Sequential:
 def check_schedule(cfg: ScheduleConfig) -> list[str]:
     """Problems of the `schedule` group, found by building a short table."""
     if cfg.name in REFUSED:
-        return [f"schedule.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', sorted(_available()))}"]
-    if cfg.name not in _available():
-        return [f"schedule.name={cfg.name}: there is no such schedule. {suggest(cfg.name, sorted(_available()))}"]
-    parameters = inspect.signature(_available()[cfg.name]).parameters
+        return [f"schedule.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', sorted(available()))}"]
+    if cfg.name not in available():
+        return [f"schedule.name={cfg.name}: there is no such schedule. {suggest(cfg.name, sorted(available()))}"]
+    parameters = inspect.signature(available()[cfg.name]).parameters
     valid = [p for p in parameters if p not in ("optimizer", "num_steps", "last_epoch")]
     if unknown := [key for key in cfg.options if key not in valid]:
         return [f"schedule.options.{key}: {cfg.name} has no such option. {suggest(key, valid)}" for key in unknown]
+    required = [key for key in valid if parameters[key].default is inspect.Parameter.empty and key not in cfg.options]
+    if required:
+        return [f"schedule.name={cfg.name}: needs {' and '.join(f'schedule.options.{key}' for key in required)}"]
     try:
         table = rate_table(_maker(cfg), [0.1], 8)
     except Exception as problem:  # report to the user whatever a scheduler's constructor raises
