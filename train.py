@@ -31,6 +31,7 @@ if __name__ == "__main__":
         )
 
 import argparse
+import atexit
 import contextlib
 import re
 import shlex
@@ -168,7 +169,11 @@ def _problems_of(sound: list[str]) -> list[str]:
 def _checked_values(values: dict[str, Any], overrides: list[str], problems: list[str]) -> tuple[Config, list[str]]:
     told = {key_of(problem) for problem in problems}
     # With what is suggested there, other settings are other problems, or none: data.root=x, data.path is missing.
-    told |= {key_of(text) for problem in problems for text in re.findall(r"(?:mean |or |called )([\w.]+)(?:=| here)", problem)}
+    told |= {
+        key_of(text)
+        for problem in problems
+        for text in re.findall(r"(?:mean |or |called )([\w.]+)(?:=| here)", problem)
+    }
     if told & {"recipe", "experiment"}:  # they bring most settings
         raise ConfigError(problems)
     cfg, found, broken = validate(values)
@@ -257,6 +262,7 @@ def _collect_again() -> None:
     """Collect garbage from here on, but nothing that was imported."""
     if not gc.isenabled():
         gc.freeze()
+        atexit.register(gc.unfreeze)  # else nanobind, which Triton is bound with, calls what is left a leak
         gc.enable()
 
 
