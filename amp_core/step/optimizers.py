@@ -55,7 +55,7 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
     """Problems of the `optimizer` group, found by building one over a single CPU weight."""
     if cfg.name in REFUSED:
         return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', available())}"]
-    if "." in cfg.name:
+    if "." in cfg.name and not cfg.name.startswith("torch.optim."):
         try:
             _class_of(cfg.name, cfg.package)
         except ValueError as problem:
