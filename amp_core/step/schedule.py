@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -336,12 +337,12 @@ def check_schedule(cfg: ScheduleConfig) -> list[str]:
     valid = [p for p in parameters if p not in ("optimizer", "num_steps", "last_epoch")]
     if unknown := [key for key in cfg.options if key not in valid]:
         return [f"schedule.options.{key}: {cfg.name} has no such option. {suggest(key, valid)}" for key in unknown]
-    required = [key for key in valid if parameters[key].default is inspect.Parameter.empty and key not in cfg.options]
-    if required:
-        return [f"schedule.name={cfg.name}: needs {' and '.join(f'schedule.options.{key}' for key in required)}"]
     try:
         table = rate_table(_maker(cfg), [0.1], 8)
     except Exception as problem:  # report to the user whatever a scheduler's constructor raises
+        if "required positional argument" in str(problem):
+            missing = [f"schedule.options.{key}" for key in re.findall(r"'(\w+)'", str(problem))]
+            return [f"schedule.name={cfg.name}: needs {' and '.join(missing)}"]
         return [f"schedule.options={cfg.options}: {cfg.name} refuses them: {problem}"]
     if any(not math.isfinite(rate) or rate < 0 for rate in table[0]):
         return [f"schedule.options={cfg.options}: {cfg.name} gives rates that are negative or not finite"]
