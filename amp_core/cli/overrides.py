@@ -235,8 +235,8 @@ def _check_option(group: str, option: Any) -> None:
     more = {
         "model": " model=timm and model=hf take others, see --help model=timm model=hf.",
         "data": " Data of your own: data/<name>.py and data/<name>.yaml under --config-dir (docs/YOUR_OWN_MODEL.md).",
-        "optimizer": f" {option} is no class of torch.optim, which optimizer.name= takes, as it takes <module.Class> of "
-        f"a package.",
+        "optimizer": f" {option} is no class of torch.optim, which optimizer.name= takes, as it takes <module.Class> "
+        "of a package.",
     }.get(group, more)
     meant = MEANT.get(group, {}).get(word) or (_without(group) if word in ("none", "false", "off") else None)
     raise ConfigError(f"{found} {suggest(meant or word, choices(group))}{more}")
