@@ -99,7 +99,7 @@ class BufferGuard:
                 self._groups = [_Group(parts) for (parts,) in flat_groups((buffer,) for _, _, buffer in found)]
             for group in self._groups:
                 if keeps:  # what forwards without a graph have spoilt comes from the batch that is trained on next
-                    now = torch.cat(group.parts)
+                    now = torch.cat(group.parts, out=group.kept.new_empty(0))
                     group.kept.copy_(torch.where(now.isfinite(), now, group.kept))
                 else:
                     torch.cat(group.parts, out=group.kept)
@@ -127,7 +127,7 @@ class BufferGuard:
         for group in self._groups:
             moves = taken.to(group.kept.device, non_blocking=True)
             # where, not lerp: 0 * NaN is NaN.
-            chosen = torch.where(moves, torch.cat(group.parts), group.kept)
+            chosen = torch.where(moves, torch.cat(group.parts, out=group.kept.new_empty(0)), group.kept)
             foreach_copy_(group.parts, list(chosen.split(group.sizes)))
         for module, name, buffer in self._owners:
             now = buffers_of(module)[name]
@@ -166,7 +166,7 @@ class _Group:
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts = parts
         self.sizes = [len(part) for part in parts]
-        self.kept = torch.cat(parts)
+        self.kept = torch.cat(parts, out=parts[0].new_empty(0))  # autocast casts no `out`: bf16 refuses fp16 parts
 
 
 def flat_groups(rows: Iterable[Sequence[Tensor]]) -> list[tuple[list[Tensor], ...]]:
