@@ -82,10 +82,11 @@ def test_each_broken_trainer_is_caught_by_nothing_else() -> None:
 
 def test_a_trainer_that_raises_hangs_or_dies_does_not_stop_the_others() -> None:
     code = "names = ['zero gradients', 'processes skip together'];"
-    code += "print(json.dumps([str(r) for c in (Raises, Hangs, Dies, ByHand) for r in amp_conformance.run(c, names, limit=5)]))"
+    code += "print(json.dumps([str(r) for c in (Raises, Hangs, Dies, ByHand)"
+    code += " for r in amp_conformance.run(c, names, limit=2 if c is Hangs else 20)]))"
     raised, raised_on_ranks, hung, hung_on_ranks, died, died_on_ranks, *right = told(code)  # type: ignore[misc]
     assert raised.startswith("error") and raised_on_ranks.startswith("error") and "ValueError: out of order" in raised
-    assert hung.startswith("hung") and hung_on_ranks.startswith("hung") and "no answer within 5 s" in hung
+    assert hung.startswith("hung") and hung_on_ranks.startswith("hung") and "no answer within 2 s" in hung
     assert died.startswith("error") and died_on_ranks.startswith("error") and "its process died" in died
     assert all(each.startswith("passed") for each in right) and len(right) == 2
 
@@ -109,7 +110,7 @@ class Starts(ByHand):
         while True:
             pass
 here, there = os.pipe()  # closed when nothing that inherited it lives
-amp_conformance.run(Starts, ["zero gradients"], limit=5)
+amp_conformance.run(Starts, ["zero gradients"], limit=2)
 os.close(there)
 print(len(select.select([here], [], [], 10)[0]))
 """
@@ -159,8 +160,7 @@ def test_the_package_stands_alone() -> None:
     assert {name for name, imports in found.items() if imports} == {"ours.py"}
 
 
-@pytest.mark.parametrize("trainer, code", [("textbook", 1), ("ours", 0)])
-def test_the_line_of_the_page_reproduces_one_check(trainer: str, code: int) -> None:
-    line = shlex.split(REPRODUCE.replace("NAME", trainer).replace("CHECK", "a nan in fp32 reaches no weight"))
+def test_the_line_of_the_page_reproduces_one_check() -> None:
+    line = shlex.split(REPRODUCE.replace("NAME", "textbook").replace("CHECK", "a nan in fp32 reaches no weight"))
     assert f"`{REPRODUCE}` runs one check" in (ROOT / "docs" / "CONFORMANCE.md").read_text()
-    assert subprocess.run([sys.executable, *line[1:]], cwd=ROOT, capture_output=True, check=False).returncode == code
+    assert subprocess.run([sys.executable, *line[1:]], cwd=ROOT, capture_output=True, check=False).returncode == 1

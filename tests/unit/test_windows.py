@@ -55,14 +55,11 @@ def test_accumulated_gradients_are_those_of_the_big_batch(num_batches: int, accu
             torch.testing.assert_close(a, p.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_endless_loaders_are_read_no_further_than_needed() -> None:
+def test_endless_loaders_are_read_no_further_than_needed_and_empty_ones_have_no_window() -> None:
     read: list[int] = []
     endless = (read.append(i) or torch.ones(2) for i in itertools.count())
     assert [len(window) for window in itertools.islice(windows(endless, 3), 2)] == [3, 3]
     assert len(read) <= 7  # at most one ahead
-
-
-def test_no_batches_no_windows_and_accumulation_below_1_is_refused() -> None:
     assert list(windows([], 2)) == []
     with pytest.raises(ValueError, match="accumulation"):
         list(windows([torch.ones(1)], 0))
@@ -71,26 +68,23 @@ def test_no_batches_no_windows_and_accumulation_below_1_is_refused() -> None:
 PICTURES = tuple(torch.ones(3, 5, 4 + i) for i in range(4))  # [C, H, W], as a detection batch has them
 
 
-@pytest.mark.parametrize(
-    "batch, samples",
-    [
-        (torch.ones(3), 3),
-        (torch.ones(()), 1),
-        ((torch.ones(3, 2), 1), 3),
-        ([torch.tensor(0.1), torch.ones(3, 2)], 3),
-        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2), torch.ones(5)], layout=torch.jagged), 3),
-        ({"x": {"y": torch.ones(3)}}, 3),
-        ([{"x": torch.ones(3)}, {"y": torch.ones(3)}], 3),
-        (UserDict(x=torch.ones(3)), 3),
-        ((PICTURES, torch.ones(4)), 4),
-        ({"pictures": PICTURES, "labels": torch.ones(4)}, 4),
-        ((PICTURES, tuple({"boxes": torch.ones(2, 4)} for _ in PICTURES)), None),
-        ((PICTURES[:1], (7,)), None),
-        ([{"picture": picture, "label": 7} for picture in PICTURES], None),
-        ("text", None),
-        ([], None),
-    ],
-)
+@pytest.mark.parametrize("batch, samples", [
+    (torch.ones(3), 3),
+    (torch.ones(()), 1),
+    ((torch.ones(3, 2), 1), 3),
+    ([torch.tensor(0.1), torch.ones(3, 2)], 3),
+    (torch.nested.nested_tensor([torch.ones(1), torch.ones(2), torch.ones(5)], layout=torch.jagged), 3),
+    ({"x": {"y": torch.ones(3)}}, 3),
+    ([{"x": torch.ones(3)}, {"y": torch.ones(3)}], 3),
+    (UserDict(x=torch.ones(3)), 3),
+    ((PICTURES, torch.ones(4)), 4),
+    ({"pictures": PICTURES, "labels": torch.ones(4)}, 4),
+    ((PICTURES, tuple({"boxes": torch.ones(2, 4)} for _ in PICTURES)), None),
+    ((PICTURES[:1], (7,)), None),
+    ([{"picture": picture, "label": 7} for picture in PICTURES], None),
+    ("text", None),
+    ([], None),
+])  # fmt: skip
 def test_samples_are_those_of_the_fields_and_never_channels(batch: Any, samples: int | None) -> None:
     if samples is None:
         with pytest.raises(TypeError, match="pass count="):
@@ -99,25 +93,22 @@ def test_samples_are_those_of_the_fields_and_never_channels(batch: Any, samples:
         assert num_samples(batch) == samples
 
 
-@pytest.mark.parametrize("kind", [float, torch.tensor, partial(torch.tensor, dtype=torch.float64)])
-@pytest.mark.parametrize("counts", [(0.25, 0.125), (0.5, 3.5), (1e-30, 3e-30), (0.0, 2.0)], ids=str)
-def test_fractional_counts_are_shares_too(counts: tuple[float, ...], kind: Any) -> None:
-    (window,) = windows(map(torch.tensor, counts), 2, count=lambda batch: kind(batch.item()))
-    expected = [c / math.fsum(counts) for c in counts]
-    assert [float(micro.weight) for micro in window] == pytest.approx(expected, rel=2**-23)
+COUNTS: list[tuple[Any, Callable[[float], Any]]] = [
+    *((pair, kind) for pair in ((0.25, 0.125), (1e-30, 3e-30), (0.0, 2.0)) for kind in (float, torch.tensor)),
+    ((0.5, 3.5), partial(torch.tensor, dtype=torch.float64)),
+    ((200, 100), partial(torch.tensor, dtype=torch.uint8)),  # their sum wraps around
+    ((256, 1), partial(torch.tensor, dtype=torch.bfloat16)),  # their sum is 256
+]
 
 
-def test_counts_of_narrow_types_are_summed_exactly() -> None:
-    """200 + 100 wraps around in uint8; 256 + 1 is 256 in bfloat16."""
-    for dtype, counts in ((torch.uint8, (200, 100)), (torch.bfloat16, (256, 1))):
-        (window,) = windows([torch.tensor(c, dtype=dtype) for c in counts], 2, count=lambda batch: batch)
-        assert [float(m.weight) for m in window] == pytest.approx([c / sum(counts) for c in counts], rel=2**-23)
-
-
-@pytest.mark.parametrize("bad", [-1, float("nan")])
-def test_a_count_below_0_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="at least 0"):
-        list(windows([torch.tensor(3.0), torch.tensor(bad)], 2, count=torch.Tensor.item))
+def test_weights_are_shares_of_counts_of_any_type() -> None:
+    for counts, kind in COUNTS:
+        (window,) = windows(map(torch.tensor, counts), 2, count=lambda batch, kind=kind: kind(batch.item()))
+        expected = [c / math.fsum(counts) for c in counts]
+        assert [float(micro.weight) for micro in window] == pytest.approx(expected, rel=2**-23)
+    for bad in (-1, float("nan")):
+        with pytest.raises(ValueError, match="at least 0"):
+            list(windows([torch.tensor(3.0), torch.tensor(bad)], 2, count=torch.Tensor.item))
 
 
 def token_batches(dead: set[int], num_batches: int = 5) -> list[tuple[Tensor, Tensor]]:
@@ -143,9 +134,7 @@ def token_loss(net: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> 
 
 @pytest.mark.parametrize("as_tensor", [True, False])
 @pytest.mark.parametrize("dead", [set(), {0}, {1, 4}, {3}, {0, 1, 2}, {4, 3}], ids=str)
-def test_token_weights_equal_the_big_batch_also_with_fully_masked_micro_batches(
-    dead: set[int], as_tensor: bool
-) -> None:
+def test_token_weights_equal_the_big_batch_also_with_fully_masked_micro_batches(dead, as_tensor):
     net, batches = nn.Linear(4, 7).double(), token_batches(dead)
     for window in windows(batches, 3, count=valid if as_tensor else lambda batch: int(valid(batch))):
         assert all(isinstance(micro.weight, Tensor) == as_tensor for micro in window)
@@ -206,9 +195,7 @@ def train_on_a_rank(rank: int, plain: bool, num_batches: tuple[int, ...]) -> tup
 
 @pytest.mark.parametrize("plain", rows([False, True], False), ids=["ours", "plain"])
 @pytest.mark.parametrize("num_batches", rows([(5, 3), (1, 4), (3, 3)], (5, 3), single=True), ids=str)
-def test_uneven_ranks_end_together_and_equal_one_process(
-    num_batches: tuple[int, int], plain: bool, on_ranks: Callable[..., Any]
-) -> None:
+def test_uneven_ranks_end_together_and_equal_one_process(num_batches, plain, on_ranks):
     results = on_ranks(train_on_a_rank, plain, num_batches)
     net = a_net()
     optimizer = SGD(net.parameters(), lr=0.1)
@@ -226,72 +213,78 @@ def test_uneven_ranks_end_together_and_equal_one_process(
     assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
 
 
-def after_a_forward_that_was_dropped(rank: int, mode: str, static_graph: bool) -> list[float]:
+def wrapped_as(kind: str) -> nn.Module:
+    """In fp32, `plain` alone takes the mean over ranks."""
+    net = a_net().float()
+    if kind == "fsdp":
+        return wrap_fsdp(net, build_mesh(torch.device("cpu"), 2))
+    return wrap_ddp(net, torch.device("cpu"), static_graph=kind == "static")
+
+
+def after_a_forward_that_was_dropped(rank: int) -> list[list[float]]:
     """The gradient of the bias in windows of two micro-batches, each after a forward pass without a backward pass."""
-    amp = Amp.named(mode, **({"init_scale": 1024.0} if mode == "fp16" else {}))
-    net = nn.Linear(3, 1)
-    wrapped = wrap_ddp(net, torch.device("cpu"), static_graph=static_graph)
     found = []
-    for _ in range(3):
-        for is_last in (False, True):
-            with sync_grads(wrapped, when=is_last):
-                with amp.autocast():
-                    loss = wrapped(torch.ones(1, 3)).float().sum()
-                amp.backward(loss)
-        found.append(net.bias.grad.item() / amp.scale)
-        wrapped.zero_grad()
-        with amp.autocast():
-            wrapped(torch.ones(1, 3))
+    for mode, static_graph in itertools.product(("fp32", "bf16", "fp16"), (False, True)):
+        amp = Amp.named(mode, **({"init_scale": 1024.0} if mode == "fp16" else {}))
+        net = nn.Linear(3, 1)
+        wrapped = wrap_ddp(net, torch.device("cpu"), static_graph=static_graph)
+        for _ in range(3):
+            for is_last in (False, True):
+                with sync_grads(wrapped, when=is_last):
+                    with amp.autocast():
+                        loss = wrapped(torch.ones(1, 3)).float().sum()
+                    amp.backward(loss)
+            found.append(net.bias.grad.item() / amp.scale)
+            wrapped.zero_grad()
+            with amp.autocast():
+                wrapped(torch.ones(1, 3))
     return found
 
 
-@pytest.mark.parametrize("static_graph", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
-def test_a_forward_that_was_dropped_leaves_no_reduction_behind(
-    mode: str, static_graph: bool, on_ranks: Callable[..., Any]
-) -> None:
+def test_a_forward_that_was_dropped_leaves_no_reduction_behind(on_ranks: Callable[..., Any]) -> None:
     """1 for each of four samples. Torch's DDP reduces the first micro-batch after it too, and sums of sums are 6."""
-    assert on_ranks(after_a_forward_that_was_dropped, mode, static_graph) == [[4.0] * 3] * 2
+    assert on_ranks(after_a_forward_that_was_dropped) == [[4.0] * 18] * 2
 
 
-def two_windows(rank: int, kind: str, inside: bool) -> tuple[list[Tensor], int]:
+KINDS = ("ddp", "static", "fsdp")
+
+
+def num_reductions(profile: Any) -> int:
+    return sum("gloo:" in event.name and "reduce" in event.name for event in profile.events())
+
+
+def two_windows(rank: int) -> list[tuple[list[Tensor], int]]:
     """Gradients of the second of two windows of four micro-batches, and its reductions."""
-    net = a_net().float()
-    wrapped = (
-        wrap_fsdp(net, build_mesh(torch.device("cpu"), 2))
-        if kind == "fsdp"
-        else wrap_ddp(net, torch.device("cpu"), static_graph=kind == "static")
-    )
-    amp = Amp.named("fp32")
-    for _ in range(2):
-        wrapped.zero_grad()
-        with torch.profiler.profile() as profile:
-            for i, batch in enumerate(ragged(rank, (4, 4))):
-                with sync_grads(wrapped, when=i == 3):
-                    loss = wrapped(batch.float()).square().sum()
-                    if inside:
+    found = []
+    for kind, inside in itertools.product(KINDS, (True, False)):
+        wrapped, amp = wrapped_as(kind), Amp.named("fp32")
+        for _ in range(2):
+            wrapped.zero_grad()
+            with torch.profiler.profile() as profile:
+                for i, batch in enumerate(ragged(rank, (4, 4))):
+                    with sync_grads(wrapped, when=i == 3):
+                        loss = wrapped(batch.float()).square().sum()
+                        if inside:
+                            amp.backward(loss)
+                    if not inside:
                         amp.backward(loss)
-                if not inside:
-                    amp.backward(loss)
-    grads = [full_tensor(p.grad) for p in wrapped.parameters()]
-    return grads, sum("gloo:" in event.name and "reduce" in event.name for event in profile.events())
+        found.append(([full_tensor(p.grad) for p in wrapped.parameters()], num_reductions(profile)))
+    return found
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-@pytest.mark.parametrize("kind", ["ddp", "static", "fsdp"])
-def test_the_forward_pass_decides_where_the_backward_pass_reduces(
-    kind: str, inside: bool, on_ranks: Callable[..., Any]
-) -> None:
+def test_the_forward_pass_decides_where_the_backward_pass_reduces(on_ranks: Callable[..., Any]) -> None:
     """Once per window and group of weights, wherever `amp.backward` is called; gradients are those of the big batch."""
     net = a_net()
     net(torch.cat([*ragged(0, (4, 4)), *ragged(1, (4, 4))])).square().sum().backward()
-    for grads, num_reductions in on_ranks(two_windows, kind, inside):
+    for grads, num_reductions in itertools.chain(*on_ranks(two_windows)):
         assert num_reductions == 1
         for a, p in zip(grads, net.parameters(), strict=True):
             # fp32 sums of 16 samples through two layers
-            torch.testing.assert_close(
-                a.double(), p.grad, rtol=64 * 2**-24, atol=64 * 2**-24 * p.grad.abs().max().item()
-            )
+            bound = 64 * 2**-24
+            torch.testing.assert_close(a.double(), p.grad, rtol=bound, atol=bound * p.grad.abs().max().item())
+
+
+PAGES = ("README.md", "docs/my_loop.py")
 
 
 def loop_of(page: str) -> str:
@@ -302,29 +295,27 @@ def loop_of(page: str) -> str:
     return textwrap.dedent(found[0])
 
 
-def typed_on_a_rank(rank: int, page: str, kind: str) -> tuple[list[Tensor], int]:
+def typed_on_a_rank(rank: int) -> list[tuple[list[Tensor], int]]:
     """The weights after two windows of four micro-batches of a page's loop, and the reductions of the second."""
-    net = a_net().float()
-    model = (
-        wrap_fsdp(net, build_mesh(torch.device("cpu"), 2))
-        if kind == "fsdp"
-        else wrap_ddp(net, torch.device("cpu"), static_graph=kind == "static")
-    )
-    names = {"model": model, "amp": Amp.named("fp32"), "optimizer": SGD(model.parameters(), lr=0.1), "device": "cpu"}
-    names |= {"Clip": Clip, "sync_grads": sync_grads, "windows": windows, "F": F, "loss_fn": F.mse_loss}
-    for _ in range(2):
-        names["loader"] = [(batch.float(), batch[:, :1].float()) for batch in ragged(rank, (4, 4))]
-        with torch.profiler.profile() as profile:
-            exec(compile(loop_of(page), page, "exec"), names)
-    reductions = [event.name for event in profile.events() if "gloo:" in event.name and "reduce" in event.name]
-    return [full_tensor(p) for p in model.parameters()], len(reductions)
+    found = []
+    for kind, page in itertools.product(KINDS, PAGES):
+        model = wrapped_as(kind)
+        names = {
+            "model": model,
+            "amp": Amp.named("fp32"),
+            "optimizer": SGD(model.parameters(), lr=0.1),
+            "device": "cpu",
+        }
+        names |= {"Clip": Clip, "sync_grads": sync_grads, "windows": windows, "F": F, "loss_fn": F.mse_loss}
+        for _ in range(2):
+            names["loader"] = [(batch.float(), batch[:, :1].float()) for batch in ragged(rank, (4, 4))]
+            with torch.profiler.profile() as profile:
+                exec(compile(loop_of(page), page, "exec"), names)
+        found.append(([full_tensor(p) for p in model.parameters()], num_reductions(profile)))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["ddp", "static", "fsdp"])
-@pytest.mark.parametrize("page", ["README.md", "docs/my_loop.py"])
-def test_the_loops_of_the_pages_equal_one_process_and_reduce_once(
-    page: str, kind: str, on_ranks: Callable[..., Any]
-) -> None:
+def test_the_loops_of_the_pages_equal_one_process_and_reduce_once(on_ranks: Callable[..., Any]) -> None:
     net = a_net()
     optimizer = SGD(net.parameters(), lr=0.1)
     big = torch.cat([*ragged(0, (4, 4)), *ragged(1, (4, 4))])
@@ -333,34 +324,44 @@ def test_the_loops_of_the_pages_equal_one_process_and_reduce_once(
         F.mse_loss(net(big), big[:, :1]).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-    for weights, num_reductions in on_ranks(typed_on_a_rank, page, kind):
-        # Besides the gradients: whether all ranks skip; of shards, their norm.
-        assert num_reductions == (3 if kind == "fsdp" else 2)
-        for a, p in zip(weights, net.parameters(), strict=True):
-            # two steps of fp32 sums of 16 samples through two layers
-            torch.testing.assert_close(a.double(), p.detach(), rtol=128 * 2**-24, atol=128 * 2**-24)
+    for found in on_ranks(typed_on_a_rank):
+        for number, (weights, num_reductions) in enumerate(found):
+            # Besides the gradients: whether all ranks skip; of shards, their norm.
+            assert num_reductions == (3 if number >= 4 else 2)
+            for a, p in zip(weights, net.parameters(), strict=True):
+                # two steps of fp32 sums of 16 samples through two layers
+                torch.testing.assert_close(a.double(), p.detach(), rtol=128 * 2**-24, atol=128 * 2**-24)
 
 
-def means_of_tokens(rank: int, plain: bool) -> tuple[float, float]:
-    """Rank 0 has the token loss 1; rank 1 has 3, 4 and 5. The weight's gradient: ours, and the mean of means."""
+def weights_on_a_rank(rank: int, store: str) -> list[Any]:
+    """Shares of a plain DDP and of ours, of micro-batches that are masked or missing, and of fractions."""
+    found: list[Any] = []
+    # Rank 0 has the token loss 1; rank 1 has 3, 4 and 5. The weight's gradient: ours, and the mean of means.
     tokens = torch.tensor([[1.0, IGNORE, IGNORE], [3.0, 4.0, 5.0]][rank])
-    grads = []
-    for mean_of_means in (False, True):
+    for plain, mean_of_means in ((False, False), (True, False), (True, True)):
         net = nn.Linear(1, 1, bias=False)
-        wrapped = DistributedDataParallel(net) if plain or mean_of_means else wrap_ddp(net, torch.device("cpu"))
+        wrapped = DistributedDataParallel(net) if plain else wrap_ddp(net, torch.device("cpu"))
         (window,) = windows([tokens], count=lambda batch: (batch != IGNORE).sum(), world_size=2 if plain else 1)
         with sync_grads(wrapped, when=True):
             loss = wrapped(tokens[tokens != IGNORE].unsqueeze(1)).mean()
             (loss if mean_of_means else loss * window[0].weight).backward()
-        grads.append(net.weight.grad.item())
-    return tuple(grads)
+        found.append(net.weight.grad.item())
+
+    def shares(counts: tuple[float, ...], count: Callable[[Tensor], Any]) -> list[list[float]]:
+        cut = windows([torch.tensor([n]) for n in counts], 2, count=count)
+        return [[float(micro.weight) for micro in window] for window in cut]
+
+    found.append(shares(((3, 0, 2), (0, 5))[rank], lambda batch: batch[0]))
+    dist.destroy_process_group()  # the next one has no CPU tensors
+    dist.init_process_group("cuda:gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    return [*found, shares(((0.5, 0.25), (0.25,))[rank], torch.Tensor.item)]
 
 
-@pytest.mark.parametrize("plain", rows([False, True], False), ids=["ours", "plain"])
-def test_ranks_with_1_and_3_tokens_give_the_mean_of_all_and_not_the_mean_of_means(
-    plain: bool, on_ranks: Callable[..., Any]
-) -> None:
-    assert on_ranks(means_of_tokens, plain) == [(3.25, 2.5)] * 2
+def test_ranks_with_1_and_3_tokens_give_the_mean_of_all_and_not_the_mean_of_means(on_ranks, tmp_path):
+    """Masked and missing micro-batches weigh nothing; ranks agree in host memory also where the group has none."""
+    first, second = on_ranks(weights_on_a_rank, str(tmp_path / "store"))
+    assert first == [3.25, 3.25, 2.5, [[0.375, 0.0], [1.0]], [[0.5, 0.25]]]
+    assert second == [3.25, 3.25, 2.5, [[0.0, 0.625], [0.0]], [[0.25, 0.0]]]
 
 
 def without_batches(rank: int) -> str:
@@ -371,29 +372,7 @@ def without_batches(rank: int) -> str:
     return ""
 
 
-def fractions_of_ranks(rank: int, store: str) -> list[list[float]]:
-    """The weights of counts 0.5 and 0.25 on one rank, 0.25 on the other, in a group that has no CPU tensors."""
-    dist.destroy_process_group()
-    dist.init_process_group("cuda:gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    batches = [torch.tensor([n]) for n in ((0.5, 0.25), (0.25,))[rank]]
-    return [[float(micro.weight) for micro in window] for window in windows(batches, 2, count=torch.Tensor.item)]
-
-
-def test_ranks_agree_in_host_memory_also_where_the_group_has_none(on_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    assert on_ranks(fractions_of_ranks, str(tmp_path / "store")) == [[[0.5, 0.25]], [[0.25, 0.0]]]
-
-
 def test_a_rank_without_a_batch_is_refused(on_ranks: Callable[..., Any]) -> None:
     """There; the others lose their connection, or are ended by the launcher."""
     other, empty = on_ranks(without_batches)
     assert empty.startswith("ValueError") and "batch" in empty and "Error" in other
-
-
-def weights_of_masked_micros(rank: int) -> list[list[float]]:
-    batches = [torch.tensor([n]) for n in ((3, 0, 2), (0, 5))[rank]]
-    return [[float(micro.weight) for micro in window] for window in windows(batches, 2, count=lambda batch: batch[0])]
-
-
-def test_masked_and_missing_micro_batches_weigh_nothing_on_ranks(on_ranks: Callable[..., Any]) -> None:
-    first, second = on_ranks(weights_of_masked_micros)
-    assert first == [[0.375, 0.0], [1.0]] and second == [[0.0, 0.625], [0.0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from running import same_but
-from test_fsdp import CPU, Training, gpt, same
+from test_fsdp import CPU, Training, same
 from tiers import rows
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from waits import Waits
 
 from amp_core import Amp, Checkpoint, Clip
 from amp_core.layouts.ddp import wrap_ddp
@@ -156,138 +153,6 @@ def test_16bit_weights_channels_last_whole_matrices_and_weights_of_one_rank(on_r
     assert not same(shared[0]["two groups"][2], shared[1]["two groups"][2])
 
 
-DTYPES = {
-    "float64": [torch.float64] * 3,
-    "complex": [torch.complex128, torch.complex64, torch.float32],
-    "mixed": [torch.bfloat16, torch.float64, torch.float16],
-}
-
-
-def in_dtypes(rank: int) -> dict[str, list[Any]]:
-    """Weights and moments after a good, a bad and a good step, of replicas and in slices."""
-    found: dict[str, list[Any]] = {}
-    for name, dtypes in DTYPES.items():
-        for shares in (False, True):
-            generator = torch.Generator().manual_seed(0)
-            drawn = [torch.randn(shape, 2, generator=generator).double() for shape in (1280, 300, 21)]
-            net = nn.ParameterList([values_in(x, dtype) for x, dtype in zip(drawn, dtypes, strict=True)])
-            if shares:
-                share_state(net)
-            optimizer, amp = AdamW(net.parameters(), lr=0.1), Amp.named("fp32")
-            for i in range(3):
-                for param, x in zip(net.parameters(), drawn, strict=True):
-                    param.grad = values_in((x * (i + 1)).cos() + (torch.inf if i == 1 else 0), param.dtype)
-                assert bool(amp.step(optimizer).taken) == (i != 1)
-                amp.update()
-            found[name] = [*found.get(name, []), [list(net.parameters()), whole_state(optimizer)["state"]]]
-        optimizer.param_groups[0]["params"].pop()
-        with pytest.raises(RuntimeError, match="changed after its state was sharded"):
-            amp.step(optimizer)
-    return found
-
-
-def values_in(x: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter((torch.view_as_complex(x) if dtype.is_complex else x).to(dtype))
-
-
-def test_weights_of_any_dtypes_are_gathered_as_they_are(on_ranks: OnRanks) -> None:
-    first, second = on_ranks(in_dtypes)
-    for name in DTYPES:
-        assert [same(each[name][0], each[name][1]) for each in (first, second)] == [True, True], name
-        assert same(first[name], second[name]), name
-
-
-# --- torch's own, which wraps an optimizer
-
-
-def in_torchs(rank: int, folder: str) -> list[Any]:
-    """A good, a bad and a good step, a checkpoint, a fresh optimizer, two good steps: alone and by torch's class."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch.jit
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def build(wraps: bool) -> tuple[nn.Module, Optimizer, Amp, Checkpoint]:
-        torch.manual_seed(0)
-        net, amp = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)), Amp.named("fp16", init_scale=1024.0)
-        options: Any = {"lr": 0.1, "fused": True}
-        make = functools.partial(ZeroRedundancyOptimizer, optimizer_class=AdamW) if wraps else AdamW
-        optimizer: Any = make(net.parameters(), **options)
-        kept = Checkpoint(f"{folder}/{wraps}", writer=rank == 0, net=net, optimizer=optimizer, scaler=amp)
-        return net, optimizer, amp, kept
-
-    found = []
-    for wraps in (False, True):
-        net, optimizer, amp, kept = build(wraps)
-        for i in range(5):
-            if i == 3:
-                kept.save(3)
-                dist.barrier()
-                net, optimizer, amp, kept = build(wraps)
-                kept.load()
-            x = (
-                torch.full((3, 6), torch.inf)
-                if i == 1
-                else torch.randn(3, 6, generator=torch.Generator().manual_seed(i))
-            )
-            with amp.autocast():
-                loss = net(x).float().square().mean()
-            amp.backward(loss)
-            assert bool(amp.step(optimizer).taken) == (i != 1)
-            amp.update()
-            optimizer.zero_grad()
-        found.append(list(net.parameters()))
-    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer, whose state lies on one rank; use format='single'"):
-        Checkpoint(folder, format="sharded", optimizer=optimizer)
-    net, optimizer, amp, kept = build(True)
-    share_state(net)
-    amp.backward(net(torch.ones(3, 6)).sum())
-    with pytest.raises(TypeError, match="ZeroRedundancyOptimizer holds a AdamW, whose state is its own"):
-        amp.step(optimizer)
-    return found
-
-
-def test_torchs_own_skips_and_resumes_as_the_optimizer_in_it(on_ranks: OnRanks, tmp_path: Path) -> None:
-    for alone, wrapped in on_ranks(in_torchs, str(tmp_path)):
-        assert same(alone, wrapped)
-
-
-# --- what a step costs
-
-
-class Sent(TorchDispatchMode):
-    """Bytes of what collectives put on the ranks, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            first = args[0][0] if isinstance(args[0], list) else args[0]
-            name = func.overloadpacket.__name__.strip("_")
-            self.bytes[name] = self.bytes.get(name, 0) + first.nbytes
-        return func(*args, **(kwargs or {}))
-
-
-def cost(rank: int) -> dict[str, Any]:
-    t = training("zero", "fp16", num_micros=1)
-    t.window()
-    with Waits() as waits, Sent() as sent:
-        with t.amp.autocast():
-            loss = t.net(torch.zeros(2, 8, dtype=torch.int64)).float().mean()
-        t.amp.backward(loss)
-        t.amp.step(t.optimizer, Clip.norm(1.0))
-        t.amp.update()
-    return {"waits": waits.num, "gathered": sent.bytes["allgather_base"]}
-
-
-@pytest.mark.slow
-def test_no_wait_and_one_gather_of_the_weights(on_ranks: OnRanks) -> None:
-    size = 4 * sum(p.numel() for p in gpt().parameters())
-    for found in on_ranks(cost):
-        assert found["waits"] == 0 and size <= found["gathered"] < 1.01 * size
-
-
 # --- checkpoints
 
 
@@ -311,13 +176,7 @@ def written(rank: int, folder: str, kind: str) -> list[Any]:
         t.step, t.ema.num_taken[...] = 2, 2
         assert same(following, [t.window(), values(t)])
     dist.barrier()
-    for layout, source in (
-        ("zero", "zero"),
-        ("ddp", "zero"),
-        ("zero", "ddp"),
-        ("zero", "shards"),
-        ("ddp", "shards"),
-    ):
+    for layout, source in (("zero", "zero"), ("ddp", "zero"), ("zero", "ddp"), ("zero", "shards"), ("ddp", "shards")):
         assert same(following, go_on(layout, source, kind, folder)), (layout, source)
     return following[0]
 
