@@ -120,17 +120,12 @@ def test_on_a_gpu_it_needs_the_compiler_of_its_step(monkeypatch: pytest.MonkeyPa
 
 
 @needs_torchao
-@pytest.mark.parametrize(
-    "arguments, key",
-    [
-        (["optimizer.fused=true"], "optimizer.fused"),
-        (["optimizer.options.bf16_stochastic_round=true"], "optimizer.options.bf16_stochastic_round"),
-        (["layout=fsdp", "layout.nproc_per_node=2"], "optimizer.name=AdamW8bit"),
-        (["layout=ddp", "layout.nproc_per_node=2", "layout.shard_optimizer=true"], "optimizer.name=AdamW8bit"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    arguments: list[str], key: str, capsys: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+@pytest.mark.parametrize("arguments, key", [
+    (["optimizer.fused=true"], "optimizer.fused"),
+    (["optimizer.options.bf16_stochastic_round=true"], "optimizer.options.bf16_stochastic_round"),
+    (["layout=fsdp", "layout.nproc_per_node=2"], "optimizer.name=AdamW8bit"),
+    (["layout=ddp", "layout.nproc_per_node=2", "layout.shard_optimizer=true"], "optimizer.name=AdamW8bit"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(arguments, key, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused_before_the_start(["optimizer=adamw_8bit", *arguments], key, capsys)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import io
 import json
 import math
 import os
@@ -25,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from amp_core import Ema
-from amp_core.checkpoints import folders, plain_state
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.checkpoints.parts import gather_full_state
 from amp_core.checkpoints.reading import read
@@ -53,20 +51,17 @@ def test_a_file_holds_plain_data_that_plain_pytorch_loads(tmp_path: Path) -> Non
     assert bits(other.state_dict()) == bits(net.state_dict())
 
 
-@pytest.mark.parametrize(
-    "value, message",
-    [
-        (OrderedDict, "config.here is a type"),
-        (Path("x"), "config.here is a PosixPath"),
-        (random.getstate, "config.here is a"),
-        (torch.float16, "config.here is a dtype"),
-        ({1, 2}, "config.here is a set"),
-        (1 << 2001, "config.here is an integer of 2002 bits"),
-        ({(1, 2): 3}, "config.here has a tuple as a key"),
-        (torch.eye(2).to_sparse(), "config.here is a Tensor .*sparse"),
-        (torch.empty(2, device="meta"), "config.here is a meta"),
-    ],
-)
+@pytest.mark.parametrize("value, message", [
+    (OrderedDict, "config.here is a type"),
+    (Path("x"), "config.here is a PosixPath"),
+    (random.getstate, "config.here is a"),
+    (torch.float16, "config.here is a dtype"),
+    ({1, 2}, "config.here is a set"),
+    (1 << 2001, "config.here is an integer of 2002 bits"),
+    ({(1, 2): 3}, "config.here has a tuple as a key"),
+    (torch.eye(2).to_sparse(), "config.here is a Tensor .*sparse"),
+    (torch.empty(2, device="meta"), "config.here is a meta"),
+])  # fmt: skip
 def test_what_a_safe_load_would_refuse_is_not_saved(tmp_path: Path, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Checkpoint(tmp_path / "c").save(1, config={"here": value})
@@ -276,9 +271,7 @@ def test_no_checkpoint_at_all_is_none_but_a_named_one_must_be_there(tmp_path: Pa
                 call(path)
 
 
-def test_a_checkpoint_can_be_named_in_four_ways_and_a_file_without_manifest_is_called_unverified(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_can_be_named_in_four_ways_and_a_file_without_manifest_is_called_unverified(tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     writer = Checkpoint(folder, model=tiny(1.0))
     first, second = writer.save(1, config={"a": 1}), writer.save(2)
@@ -340,21 +333,6 @@ def test_damaged_checkpoints_count_neither_among_the_newest_nor_as_the_best(tmp_
     assert saved_steps(tmp_path) == [0, 1, 3, 4, 5]
 
 
-def test_what_was_verified_once_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for step in (1, 2, 3):
-        Checkpoint(tmp_path, model=tiny(), keep=9).save(step)
-    read_steps, is_sound = [], folders.is_sound
-    monkeypatch.setattr(
-        folders,
-        "is_sound",
-        lambda path: (read_steps.append(path.name[-1]) if path.exists() else None, is_sound(path))[1],
-    )
-    writer = Checkpoint(tmp_path, model=tiny())
-    for step in (4, 5, 6):
-        writer.save(step)
-    assert read_steps == ["3"] and saved_steps(tmp_path) == [5, 6]
-
-
 def test_a_sound_step_is_never_written_again_and_a_damaged_one_is_replaced(tmp_path: Path) -> None:
     writer = Checkpoint(tmp_path, model=tiny(1.0))
     path = writer.save(1)
@@ -385,45 +363,6 @@ def test_ranks_above_0_collect_states_and_write_nothing(tmp_path: Path) -> None:
             path = Checkpoint(tmp_path / str(writer), writer=writer, part=Collective()).save(1)
             assert path.name == "step_00000001" and path.exists() == writer
     assert Collective.collected == 4 and names(tmp_path) == ["True"]
-
-
-def test_a_file_is_made_without_a_copy_of_its_large_tensors_and_is_the_one_of_torch_save() -> None:
-    weight = torch.randn(200, 300)
-    contents = plain_state.to_plain({"a": weight, "tied": weight, "t": torch.randn(300, 200).t(), "b": torch.ones(3)})
-    data = plain_state.serialise(contents)
-    assert torch.serialization.get_crc32_options()  # as it was
-    views = [torch.frombuffer(part, dtype=torch.uint8).data_ptr() for part in data if isinstance(part, memoryview)]
-    assert views == [weight.data_ptr(), contents["t"].data_ptr()]
-    buffer, crc = io.BytesIO(), torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    torch.save(contents, buffer)
-    torch.serialization.set_crc32_options(crc)
-    assert b"".join(data) == buffer.getvalue()
-
-
-@pytest.mark.parametrize("format", ["single", "sharded"])
-def test_memory_that_was_prepared_is_what_a_save_copies_to(tmp_path: Path, format: Any) -> None:
-    net = tiny()
-    optimizer = torch.optim.AdamW(net.parameters())
-    net.weight.grad = torch.ones_like(net.weight)
-    optimizer.step()
-    parts: dict[str, Any] = {"model": net, "optimizer": optimizer}
-    found = []
-    for prepared in (True, False):
-        checkpoint = Checkpoint(tmp_path / str(prepared), format=format, background=True, **parts)
-        copies = checkpoint._copies
-        assert copies is not None
-        if prepared:
-            checkpoint.prepare()
-        assert (checkpoint._preparation is not None) == prepared
-        if checkpoint._preparation is not None:
-            checkpoint._preparation.result()
-        before = {buffer.data_ptr() for buffer in copies._buffers}
-        checkpoint.save(1)
-        checkpoint.wait()
-        found.append(before == {buffer.data_ptr() for buffer in copies._buffers} != set())
-        assert torch.equal(read(tmp_path / str(prepared))["model"]["weight"], net.weight)
-    assert found == [True, False]
 
 
 BEFORE = Path(__file__).parents[1] / "support" / "checkpoints_of_0_1"

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import os
 import pickle
 import resource
-import shutil
 import signal
 import subprocess
-import tempfile
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -23,10 +20,9 @@ import pytest
 import system_calls
 import torch
 from checkpointing import Recorder, forge, must_load, pickled, saved_steps, tiny, whole
-from running import Forked
 from shared import flip, names, seal
 
-from amp_core.checkpoints import folders, plain_state
+from amp_core.checkpoints import folders
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import CheckpointError, SaveError
@@ -220,16 +216,6 @@ def test_a_hostile_file_is_refused_and_nothing_is_executed(tmp_path: Path, case:
     assert not (tmp_path / "executed").exists()
 
 
-def test_containers_that_hold_each_other_are_as_many_as_their_paths() -> None:
-    """What the bound is for: looking at all of them takes the double time for each level more."""
-    counts = [sum(1 for _ in plain_state._leaves(doubled(times))) for times in (12, 13)]
-    assert counts[1] == 2 * counts[0] + 1 > 1 << 13
-    data = pickled(whole(config={"a": doubled(13)}))
-    assert plain_state.scan(io.BytesIO(data)) < 1 << 10
-    with pytest.raises(folders.CorruptFile, match="hold each other more often than the file has bytes"):
-        plain_state.unpickle(data, Path("state.pt"))
-
-
 def test_tensors_of_a_file_from_another_device_come_to_the_cpu(tmp_path: Path) -> None:
     data = pickled(whole(model=tiny(2.0).state_dict()))
     elsewhere = data.replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00mps")
@@ -366,18 +352,6 @@ def test_a_file_in_the_place_of_the_folder_is_a_clear_error(tmp_path: Path) -> N
         Checkpoint(tmp_path / "c").save(1)
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_the_run(
-    tmp_path: Path, mount_small_disk: Mount, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = Checkpoint(tmp_path / "c", model=tiny(), keep=1)
-    path = writer.save(1)
-    shutil.copytree(path, tmp_path / "copy")
-    mount_small_disk(path)  # a mount point can be neither renamed nor removed
-    shutil.copytree(tmp_path / "copy", path, dirs_exist_ok=True)
-    assert must_load(writer, writer.save(2)).step == 2 and saved_steps(tmp_path / "c") == [1, 2]
-    assert "cannot remove an old checkpoint" in caplog.text
-
-
 def changes_of_save(writer: Checkpoint, step: int) -> list[tuple[str, str]]:
     """The calls of a save with the path that each was about, C being the folder of checkpoints."""
     calls = system_calls.Calls()
@@ -433,46 +407,3 @@ def test_new_folders_are_made_durable_too(tmp_path: Path) -> None:
         ("mkdir", tmp_path / "run" / "checkpoints"),
         ("open", tmp_path / "run"),
     ]
-
-
-def write_in_place(target: Path, files: dict[str, Any]) -> None:
-    folders.make_folder(target)
-    for name, data in files.items():
-        folders.write_file(target / name, *data)
-
-
-CARELESS = {
-    "delete in place": ("pruning", "set_aside", lambda folder: folder),
-    "write in place": ("the next save", "write_step", write_in_place),
-}
-"""The tempting ways: (scene, function of `folders`, what it becomes)."""
-
-
-def die_everywhere(work: Path) -> int:
-    """Print, for each way to save, how often it died and what was wrong afterwards."""
-    from campaign import Result
-    from campaign.saves import SCENES, Stage, deaths
-
-    results = {}
-    # The first of these changes no file; what dies in the others dies in those that are left, too.
-    covered = ("the same step again", "the next save, in shards", "pruning, in shards, in the background")
-    for name in [*(scene for scene in SCENES if scene not in covered), *CARELESS]:
-        scene, function, careless = CARELESS.get(name, (name, "set_aside", folders.set_aside))
-        right = getattr(folders, function)
-        setattr(folders, function, careless)
-        stage, result = Stage(work / name, SCENES[scene]), Result()
-        deaths(stage, SCENES[scene], stage.trace(SCENES[scene]), name, result)
-        setattr(folders, function, right)
-        results[name] = result.tries, result.violations
-    print(json.dumps(results))
-    return 0
-
-
-@pytest.mark.slow
-def test_death_at_any_call_of_a_save_loses_nothing_acknowledged_and_careless_saves_do(own_folder: Path) -> None:
-    # What a killed process leaves is the same in memory, and fsync costs nothing.
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else own_folder) as work:
-        process = Forked(die_everywhere, Path(work))
-        results = json.loads(process.communicate(240)[0].splitlines()[-1])
-    for name, (num_deaths, wrong) in results.items():
-        assert len(wrong) >= 2 if name in CARELESS else num_deaths >= 40 and wrong == [], name

@@ -6,7 +6,6 @@ compared. Inductor itself rounds less often.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import warnings
@@ -222,38 +221,6 @@ def test_what_cannot_be_traced_runs_eagerly_and_says_so_once(caplog, monkeypatch
     assert len(said) == 1 and "cannot trace a block, running it eagerly" in said[0]
 
 
-class Warns(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        comptime(lambda context: warnings.warn("from the tracer", stacklevel=1))
-        return super().forward(x)
-
-
-def test_a_warning_that_is_an_error_lets_no_part_run_eagerly(caplog, monkeypatch):
-    """Warnings of the tracer and the compiler are shown; ignored ones are not, and later ones are errors as before."""
-    monkeypatch.setitem(globals(), "Block", Warns)
-    compiler = Compiler("aot_eager")
-    compile_graph = compiler._compile
-
-    def warn_and_compile(graph, inputs):
-        warnings.warn("from the compiler", stacklevel=1)
-        warnings.warn("ignored", stacklevel=1)
-        return compile_graph(graph, inputs)
-
-    compiler._compile = warn_and_compile
-    with warnings.catch_warnings(record=True) as shown, caplog.at_level(logging.WARNING):
-        warnings.resetwarnings()
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "ignored")
-        filters = list(warnings.filters)
-        trained(prepared("bf16", compiler), "bf16", 1, evaluates=False)
-        assert list(warnings.filters) == filters
-        with pytest.raises(UserWarning, match="after it"):
-            warnings.warn("after it", stacklevel=1)
-    assert compiler.num_graphs > 0 and compiler.num_failed == 0 and not caplog.records
-    said = {str(warning.message) for warning in shown}
-    assert {"from the compiler", "from the tracer"} <= said and "ignored" not in said
-
-
 def test_an_island_made_later_and_hooks_are_seen():
     """A doctor that heals changes the class of a module in a compiled block; statistics put hooks into it."""
     net, amp, images = network(), Amp.named("bf16"), torch.randn(4, 8)
@@ -294,24 +261,6 @@ def _on_a_rank(rank: int) -> list[bool]:
 def test_compiled_is_eager_on_ranks(on_ranks):
     """In replicas and in parts, whose groups of weights are gathered by hooks within a block."""
     assert on_ranks(_on_a_rank) == [[True, True]] * 2
-
-
-def test_it_says_that_it_compiles_and_how_long_that_took(caplog):
-    """Once for the blocks of a step and once for those of an evaluation, with a clock for each graph."""
-    caplog.set_level(logging.INFO, "amp_recipes")
-    net, compiler, began = network(), Compiler("aot_eager"), []
-    compiler.clock = lambda since: began.append(since) or contextlib.nullcontext()
-    compile_parts(net, compiler)
-    compiler.report()
-    for count, region in (1, torch.enable_grad), (1, torch.no_grad), (0, torch.no_grad):
-        with region():
-            net(torch.randn(12, 8))
-        compiler.report()
-        said = [record.getMessage() for record in caplog.records if record.name == "amp_recipes"]
-        expected = ["compiling by aot_eager: usually", f"compiled {count} graphs in "] if count else []
-        assert [text[: len(start)] for text, start in zip(said, expected, strict=True)] == expected
-        caplog.clear()
-    assert len(set(began)) == 2  # the second one was traced twice
 
 
 COMPILE = ["perf=compile", "perf.backend=aot_eager"]

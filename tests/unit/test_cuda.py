@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import test_feeding
-import test_schedule_ema
 import torch
 import torch.distributed as dist
 from running import same_but
 from test_graph import Training, computed
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 import train
 from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, MicroBatch, Schedule, windows
@@ -27,10 +25,7 @@ from amp_core.lowp.weights import master_params
 from amp_core.memory.sync_debug import noted_waits, set_sync_debug, sync_debug
 from amp_core.run.teardown import end_process_group
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped", "o2", "o3", "bf16_pure", "fp8"]
 FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
 FUSED += [torch.optim.Adagrad] if torch.__version__ >= "2.12" else []  # before, it was for CPUs only
@@ -149,18 +144,6 @@ def test_a_run_continues_bit_exactly_on_the_device(mode, own_folder):
     assert json.loads(Path("parts/summary.json").read_text())["device"] == "cuda"
 
 
-@pytest.mark.parametrize("deterministic", ["false", "true"])
-def test_cudnn_times_its_algorithms_unless_bits_must_repeat(deterministic, own_folder):
-    seen = set()
-    handle = register_module_forward_hook(lambda *_: seen.add(torch.backends.cudnn.benchmark))
-    more = [setting for setting in SMALL if "deterministic" not in setting]
-    try:
-        assert train.main([*more, f"deterministic={deterministic}", "steps=3", "run_dir=run"]) == 0
-    finally:
-        handle.remove()
-    assert seen == {deterministic == "false"}
-
-
 def test_images_are_decoded_right_while_the_device_is_busy(tmp_path):
     """Into memory that was freed under work that is still waiting."""
     _, files, keys = test_feeding.file_parts(tmp_path)
@@ -179,10 +162,6 @@ def test_images_are_decoded_right_while_the_device_is_busy(tmp_path):
             torch.full((3, 74, 90), 255, dtype=torch.uint8, device="cuda")
         found, _ = files.finish((batch, labels))
         assert torch.equal(found, expected)
-
-
-def test_buffers_of_an_average_taken_together_are_those_taken_one_by_one():
-    test_schedule_ema.test_buffers_taken_together_are_those_taken_one_by_one("cuda")
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])

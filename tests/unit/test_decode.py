@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 import random
 import re
+import resource
 import struct
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -20,12 +18,11 @@ import pytest
 import torch
 from damaged import CHANGES
 from PIL import Image
-from record_files import write_faces
-from shared import data_config
+from running import Forked
 
 from amp_core.config.errors import RunError
-from amp_core.data import build_data
 from amp_core.data.decode import FORMATS, THIN, read_image, read_integers
+from amp_core.data.identities import Faces
 from amp_core.data.images import ImageFiles
 from amp_core.data.masks import MaskFiles
 
@@ -157,19 +154,16 @@ def test_every_mode_becomes_the_rgb_that_its_numbers_mean(name: str) -> None:
     assert np.std(expected) > 30  # not all white or black
 
 
-@pytest.mark.parametrize(
-    "content, reason",
-    [
-        (saved(Image.fromarray(L.astype(np.float32)), "TIFF"), "mode F, whose range is not known"),
-        (saved(Image.fromarray(L.astype(np.int32)), "TIFF"), "signed or 32-bit numbers"),
-        (saved(of_mode(RGB, "LAB"), "TIFF"), "mode LAB"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "none of JPEG, PNG"),
-        (saved(Image.new("L", (9, 9)), "PCX"), "none of JPEG, PNG"),
-        (b"", "none of JPEG, PNG"),
-        (saved(Image.new("1", (13_000, 13_000)), "PNG"), "169000000 pixels"),
-        (saved(Image.fromarray(RGB), "PNG")[:-500], "truncated"),
-    ],
-)
+@pytest.mark.parametrize("content, reason", [
+    (saved(Image.fromarray(L.astype(np.float32)), "TIFF"), "mode F, whose range is not known"),
+    (saved(Image.fromarray(L.astype(np.int32)), "TIFF"), "signed or 32-bit numbers"),
+    (saved(of_mode(RGB, "LAB"), "TIFF"), "mode LAB"),
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "none of JPEG, PNG"),
+    (saved(Image.new("L", (9, 9)), "PCX"), "none of JPEG, PNG"),
+    (b"", "none of JPEG, PNG"),
+    (saved(Image.new("1", (13_000, 13_000)), "PNG"), "169000000 pixels"),
+    (saved(Image.fromarray(RGB), "PNG")[:-500], "truncated"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_named_with_its_reason(content: bytes, reason: str) -> None:
     for read in (read_image, read_integers):
         if read is read_integers and "range" in reason:
@@ -236,22 +230,19 @@ def test_what_the_device_cannot_decode_is_named(tmp_path: Path) -> None:
         files.__getitems__([(0, 0)])
 
 
-@pytest.mark.parametrize(
-    "content, expected",
-    [
-        (png(W[..., None], 0), W),
-        (tiff(in_12_bits(W12), 12, 1), W12),
-        (saved(Image.fromarray(L > 99), "PNG"), L > 99),
-        (saved(of_mode(L, "P", PALETTE), "PNG"), L),
-        (saved(of_mode(INDEX, "P", PALETTE[:8]), "PNG", transparency=3), INDEX),
-        (saved(of_mode(np.dstack([L, L | 255]), "LA"), "PNG"), L),
-        (saved(of_mode(np.dstack([L, L, L]), "RGB"), "PNG"), L),
-        (saved(of_mode(np.dstack([L, L, L, L | 255]), "RGBA"), "PNG"), L),
-        (saved(of_mode(RGB, "RGB"), "PNG"), "colours"),
-        (saved(of_mode(np.dstack([L, ALPHA]), "LA"), "PNG"), "transparent"),
-        (saved(of_mode(BYTES, "CMYK"), "TIFF"), "mode CMYK"),
-    ],
-)
+@pytest.mark.parametrize("content, expected", [
+    (png(W[..., None], 0), W),
+    (tiff(in_12_bits(W12), 12, 1), W12),
+    (saved(Image.fromarray(L > 99), "PNG"), L > 99),
+    (saved(of_mode(L, "P", PALETTE), "PNG"), L),
+    (saved(of_mode(INDEX, "P", PALETTE[:8]), "PNG", transparency=3), INDEX),
+    (saved(of_mode(np.dstack([L, L | 255]), "LA"), "PNG"), L),
+    (saved(of_mode(np.dstack([L, L, L]), "RGB"), "PNG"), L),
+    (saved(of_mode(np.dstack([L, L, L, L | 255]), "RGBA"), "PNG"), L),
+    (saved(of_mode(RGB, "RGB"), "PNG"), "colours"),
+    (saved(of_mode(np.dstack([L, ALPHA]), "LA"), "PNG"), "transparent"),
+    (saved(of_mode(BYTES, "CMYK"), "TIFF"), "mode CMYK"),
+])  # fmt: skip
 def test_the_integers_of_a_mask_are_exact(content: bytes, expected: Any) -> None:
     if isinstance(expected, str):
         with pytest.raises(RunError, match=expected):
@@ -271,29 +262,6 @@ def test_a_mask_of_16_bits_is_looked_up_exactly(value: int, tmp_path: Path) -> N
     (tmp_path / "mask.png").write_bytes(png(numbers[..., None], 0))
     with pytest.raises(RunError, match=f"has a pixel of {value}; expected 0, 255"):
         files.__getitems__([(0, 0)])
-
-
-def test_16_bits_are_the_same_picture_in_every_data_set(tmp_path: Path) -> None:
-    """A gradient; all readers give what they give for the same gradient in 8 bits."""
-    levels = np.add.outer(np.arange(40), np.arange(40)).astype(np.uint16) * 3
-    contents = {"8": saved(of_mode(levels.astype(np.uint8), "L"), "PNG"), "16": png((levels * 257)[..., None], 0)}
-    found: dict[str, list[torch.Tensor]] = {}
-    for bits, content in contents.items():
-        root = tmp_path / bits
-        for part in ("train", "val"):
-            for name in ("a/1", "b/1", "c/1", "d/1", "images/1", "masks/1"):
-                path = root / ("masks" if name[0] in "im" else "classes") / part / f"{name}.png"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                mask = saved(of_mode((levels > 99).astype(np.uint8), "L"), "PNG")
-                path.write_bytes(mask if name.startswith("masks") else content)
-        write_faces(root / "records", [[content] * 2] * 4)
-        sets = [("image_folder", "classes"), ("mask_folder", "masks"), ("records", "records")]
-        built = [build_data(data_config(kind, path=str(root / name), image_size=40), seed=0) for kind, name in sets]
-        faces = build_data(data_config("identity_folder", path=str(root / "classes/train"), image_size=40), seed=0)
-        parts: list[Any] = [part for data in [*built, faces] for part in (data.train, data.eval)]
-        parts += [parts[i].of_files([str(root / "classes/val/a/1.png")]) for i in (1, 3)]
-        found[bits] = [part.__getitems__([(0, 5)])[0] for part in parts]
-    assert all(torch.equal(*pair) and pair[0].std() > 0.1 for pair in zip(*found.values(), strict=True))
 
 
 def test_every_image_is_opened_with_the_list_of_formats() -> None:
@@ -352,57 +320,29 @@ def test_the_centre_of_a_thin_picture_is_that_of_the_whole_one(shape: tuple[int,
     assert np.abs(found - expected).max() <= (max(shape) > THIN * min(shape))
 
 
-_MEASURE = """
-import json, os, resource, sys
-import numpy as np
-import PIL.PngImagePlugin
-from amp_core.data.identities import Faces
-from amp_core.data.images import ImageFiles
-from amp_core.data.masks import MaskFiles
+def read_thin_pictures() -> int:
+    """Print by how many bytes the peak of this process rises when all readers read them."""
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    def read(path: str) -> None:
+        for trains in (True, False):
+            ImageFiles([path], np.zeros(1), 1, 224, trains, 0).__getitems__([(0, 0)])
+            MaskFiles([(path, path)], 224, trains, 0).__getitems__([(0, 0)])
+            Faces(lambda number: (path, path), np.arange(1), np.zeros(1, int), 224, trains, 0).__getitems__([(0, 0)])
 
-def read(kind, path):
-    train = kind.endswith("train")
-    make = {
-        "image": lambda: ImageFiles([path], np.zeros(1), 1, 224, train, 0),
-        "masks": lambda: MaskFiles([(path, path)], 224, train, 0),
-        "faces": lambda: Faces(lambda number: (path, path), np.arange(1), np.zeros(1, int), 224, train, 0),
-    }
-    make[kind[:5]]().__getitems__([(0, 0)])
-
-kinds, shapes = json.loads(sys.argv[1])
-for kind in kinds:
-    read(kind, "warm.png")
-for kind in kinds:
-    for height, width in shapes:
-        sys.stdout.flush()
-        if not os.fork():  # a process has one peak
-            read(kind, "warm.png")  # a fork begins without the pages of libraries, tens of MiB
-            before = peak()
-            read(kind, f"{height}.png")
-            print(json.dumps([kind, height, peak() - before]), flush=True)
-            os._exit(0)
-        os.wait()
-"""
-KINDS = ["image train", "image", "masks train", "masks", "faces"]
+    read("warm.png")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for height, _ in SHAPES:
+        read(f"{height}.png")
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024))
+    return 0
 
 
-def test_a_thin_picture_takes_the_memory_of_its_pixels(tmp_path: Path) -> None:
+def test_thin_pictures_take_the_memory_of_their_pixels(own_folder: Path) -> None:
     for height, width in SHAPES:
-        Image.new("L", (width, height)).save(tmp_path / f"{height}.png")
-    Image.new("L", (250, 250)).save(tmp_path / "warm.png")
-    command = [sys.executable, "-c", _MEASURE, json.dumps([KINDS, SHAPES])]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # it forks
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(KINDS) * len(SHAPES)
-    for kind, height, peak in found:
-        width = dict(SHAPES)[height]
-        # Per pixel 1 byte as stored, 4 of RGB, 4 of RGB squeezed on one side, 7 of a mask in 8, 16 and 32 bits; per row
-        # two pointers of Pillow's each time; what is scaled: THIN times 256 x 256 pixels of 4 bytes, rows and columns;
-        # and 16 MiB for what else is allocated.
-        bound = (1 + 4 + 4 + 7) * height * width + 3 * 16 * height + 2 * THIN * 256**2 * 4 + 2**24
-        peak *= 1 if sys.platform == "darwin" else 1024
-        assert peak <= bound, f"{kind}, {height} x {width}: {peak / 2**20:.0f} MiB, at most {bound / 2**20:.0f}"
+        Image.new("L", (width, height)).save(f"{height}.png")
+    Image.new("L", (250, 250)).save("warm.png")
+    peak = int(Forked(read_thin_pictures).communicate(60)[0].splitlines()[-1])
+    # Per pixel 1 byte as stored, 4 of RGB, 4 of RGB squeezed on one side, 7 of a mask in 8, 16 and 32 bits; per row two
+    # pointers of Pillow's each time; what is scaled: THIN times 256 x 256 pixels of 4 bytes, rows and columns; and 16
+    # MiB for what else is allocated.
+    assert peak <= max((16 * width + 3 * 16) * height for height, width in SHAPES) + 2 * THIN * 256**2 * 4 + 2**24

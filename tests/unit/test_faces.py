@@ -113,16 +113,13 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-@pytest.mark.parametrize(
-    "content, says",
-    [
-        (([Bomb()] * 20, [True] * 10), "posix.mkdir, which could run code"),
-        (([b""] * 20, [1] * 10), "of ['int']"),
-        (([b""] * 19, [True] * 10), "19 images for 10 pairs"),
-        (([np.zeros(1, object)] * 20, [True] * 10), "an array of O8"),
-        ([], "expected (list of image files"),
-    ],
-)
+@pytest.mark.parametrize("content, says", [
+    (([Bomb()] * 20, [True] * 10), "posix.mkdir, which could run code"),
+    (([b""] * 20, [1] * 10), "of ['int']"),
+    (([b""] * 19, [True] * 10), "19 images for 10 pairs"),
+    (([np.zeros(1, object)] * 20, [True] * 10), "an array of O8"),
+    ([], "expected (list of image files"),
+])  # fmt: skip
 def test_what_is_no_bin_file_is_refused_and_runs_nothing(content, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lfw.bin").write_bytes(pickle.dumps(content))

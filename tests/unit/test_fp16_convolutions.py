@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from running import state
-from torch import nn
 
 import train
-from amp_core import Amp, keep_fp32
+from amp_core import Amp
 from amp_core.config.rules import amp_config
 from amp_core.lowp import fp16_convolutions as ours
 
@@ -142,17 +139,6 @@ def test_gradients_of_products_are_those_of_fp32_rounded_once(monkeypatch):
         torch.mm(one, other.float())
 
 
-def test_products_stay_torchs_where_there_are_units(monkeypatch):
-    names = []
-    monkeypatch.setattr(ours, "_through_fp32", lambda kernel: names.append(kernel) or (lambda keys, *args: None))
-    for has_units, count in ((True, 2), (False, 6)):
-        monkeypatch.setattr(ours, "cpu_has", lambda dtype, has_units=has_units: has_units)
-        names.clear()
-        ours.use_fp32_convolutions()
-        ours.restore_convolutions()
-        assert len(names) == count
-
-
 def test_a_result_above_65504_is_infinite_and_a_sum_on_the_way_is_not():
     ours.use_fp32_convolutions()
     x, w = torch.full((1, 2, 1, 1), 256.0).half(), torch.full((3, 2, 1, 1), 128.0).half()
@@ -165,65 +151,6 @@ def test_a_result_above_65504_is_infinite_and_a_sum_on_the_way_is_not():
     assert F.conv2d(edge, torch.ones(1, 2, 1, 1).half()).item() == 65504.0
     edge[0, 1] = 16.0
     assert F.conv2d(edge, torch.ones(1, 2, 1, 1).half()).item() == torch.inf
-
-
-def test_autocast_gives_the_dtypes_of_plain_autocast():
-    def dtypes():
-        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 3, 3))
-        seen = []
-        for layer in net:
-            layer.register_forward_hook(lambda _, given, result: seen.append((given[0].dtype, result.dtype)))
-            layer.register_full_backward_hook(
-                lambda _, to, of: seen.append((of[0].dtype, to[0] is None or to[0].dtype))
-            )
-        x = torch.randn(2, 3, 8, 8, requires_grad=True)
-        with torch.autocast("cpu", FP16):
-            loss = net(x).float().sum()
-        loss.backward()
-        return seen, [param.grad.dtype for param in net.parameters() if param.grad is not None], x.grad is None
-
-    plain = dtypes()
-    ours.use_fp32_convolutions()
-    assert dtypes() == plain and FP16 in {dtype for pair in plain[0] for dtype in pair}
-
-
-def test_islands_and_other_dtypes_keep_their_bits():
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
-    keep_fp32(net, ["1"])
-    x, w, b, g = products("2d")
-
-    def results():
-        others = [
-            each for dtype in (FP32, FP64, torch.bfloat16) for each in computed(CASES["2d"][0], x, w, b, g, dtype)
-        ]
-        return others
-
-    inner = []
-    net[1].register_forward_hook(lambda _, given, result: inner.append((given[0], result)))
-    before = results()
-    ours.use_fp32_convolutions()
-    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(results(), before, strict=True))
-    with torch.autocast("cpu", FP16):
-        net(torch.randn(2, 3, 8, 8))
-    ours.restore_convolutions()
-    (given, result), *_ = inner
-    assert result.dtype is FP32 and torch.equal(result, F.conv2d(given.float(), net[1].weight, net[1].bias))
-
-
-def test_what_torch_refuses_is_refused():
-    x, w, *_ = products("2d")
-
-    def refusals():
-        said = []
-        for args in ((x, w.float()), (x.float(), w), (x, w[:, :2]), (x, w.long())):
-            with pytest.raises(RuntimeError) as refused:
-                F.conv2d(*args)
-            said.append(str(refused.value))
-        return said
-
-    before = refusals()
-    ours.use_fp32_convolutions()
-    assert refusals() == before
 
 
 def test_double_backward_is_rounded_once_per_operator():
@@ -242,24 +169,6 @@ def test_double_backward_is_rounded_once_per_operator():
     assert torch.equal(penalty(FP64), exact)
     result = penalty(FP16)
     assert result.dtype is FP16 and ((result.double() - exact).abs() <= bound).all()
-
-
-def test_compiled_code_computes_the_same_bits():
-    f, x, w, b, g = CASES["2d"][0], *products("2d")
-    ours.use_fp32_convolutions()
-    eager = computed(f, x, w, b, g)
-    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
-    assert all(torch.equal(a, c) for a, c in zip(eager, computed(compiled, x, w, b, g), strict=True))
-
-
-def test_transforms_and_inference_see_it():
-    x, w, *_ = products("2d")
-    ours.use_fp32_convolutions()
-    with torch.inference_mode():
-        whole = F.conv2d(x, w)
-    assert torch.equal(whole, F.conv2d(x.float(), w.float()).half())
-    each = torch.func.vmap(lambda one: F.conv2d(one[None], w)[0])(x)
-    assert torch.equal(each, torch.cat([F.conv2d(one[None], w) for one in x]))
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
@@ -288,20 +197,6 @@ def test_it_goes_as_it_came():
     assert all(torch.equal(a, b) for a, b in zip(computed(*given), before, strict=True))
 
 
-def test_a_torch_that_cannot_take_kernels_back_keeps_its_own():
-    code = """
-import torch
-del torch.library.Library._destroy
-from amp_core import Amp
-from amp_core.lowp import fp16_convolutions as ours
-with Amp.named("fp16").autocast():
-    torch.nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2))
-ours.restore_convolutions()
-assert not ours.in_use()
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
-
-
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
 SMALL += ["device=cpu", "log.progress=false", "batch_size=8"]
 
@@ -313,11 +208,3 @@ def test_a_run_says_it_once_and_puts_torchs_kernels_back(mode, own_folder):
     recorded = json.loads(Path("a/environment.json").read_text())["fp16_convolutions"]
     assert (noted, recorded) == ((0, None) if mode == "bf16" else (1, "fp32, rounded"))
     assert state("a")["progress"]["step"] == 2
-
-
-def test_networks_without_fp16_convolutions_are_not_told_of(tmp_path):
-    ours.use_fp32_convolutions()
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 2))
-    assert ours.note(net) and not ours.note(net[1:])
-    keep_fp32(net, ["0"])
-    assert not ours.note(net)

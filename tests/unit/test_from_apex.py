@@ -86,20 +86,17 @@ def test_the_scale_loads_into_amp_and_of_several_the_smallest_is_taken():
 SCALER = {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 0}}
 
 
-@pytest.mark.parametrize(
-    "found, says",
-    [
-        ({"state_dict": {}}, "expected model, optimizer and amp"),
-        ([], "found list"),
-        ({"model": {}, "amp": {}}, "expected loss_scaler0"),
-        ({"model": {}, "amp": 3}, "not as apex writes it"),
-        ({"model": 3, "amp": SCALER}, "not as apex writes it"),
-        ({"model": {}, "amp": SCALER, "optimizer": []}, "not as apex writes it"),
-        ({"model": {}, "amp": {"loss_scaler0": {"loss_scale": "large"}}}, "not as apex writes it"),
-        ({"model": {}, "amp": {"loss_scaler0": 3}}, "not as apex writes it"),
-        ({"model": {}, "amp": {"loss_scaler0": {"loss_scale": float("inf"), "unskipped": 0}}}, "expected loss_scaler0"),
-    ],
-)
+@pytest.mark.parametrize("found, says", [
+    ({"state_dict": {}}, "expected model, optimizer and amp"),
+    ([], "found list"),
+    ({"model": {}, "amp": {}}, "expected loss_scaler0"),
+    ({"model": {}, "amp": 3}, "not as apex writes it"),
+    ({"model": 3, "amp": SCALER}, "not as apex writes it"),
+    ({"model": {}, "amp": SCALER, "optimizer": []}, "not as apex writes it"),
+    ({"model": {}, "amp": {"loss_scaler0": {"loss_scale": "large"}}}, "not as apex writes it"),
+    ({"model": {}, "amp": {"loss_scaler0": 3}}, "not as apex writes it"),
+    ({"model": {}, "amp": {"loss_scaler0": {"loss_scale": float("inf"), "unskipped": 0}}}, "expected loss_scaler0"),
+])  # fmt: skip
 def test_what_apex_did_not_write_is_refused_by_what_it_holds(found, says, tmp_path, capsys):
     torch.save(found, tmp_path / "apex.pt")
     assert CONVERTER.main([str(tmp_path / "apex.pt"), str(tmp_path / "new.pt")]) == 2

@@ -16,7 +16,6 @@ from running import lines, same_but, state, timeless
 from test_recipes import arguments
 from tiers import rows
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp_core.memory.graph
 import amp_core.run.loop
@@ -24,7 +23,6 @@ import train
 from amp_core import Amp, Checkpoint, Clip, Ema, MicroBatch, Schedule, sync_grads
 from amp_core.cli.compose import compose
 from amp_core.cli.overrides import check_overrides
-from amp_core.config.errors import RunError
 from amp_core.config.rules import build
 from amp_core.lowp.weights import master_params
 from amp_core.memory.graph import CudaGraphStep, unfit, why_not_capturable
@@ -182,54 +180,6 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(kind, why, num_record
     assert len(said) == 1 and why in said[0] and on_tape == [0] * num_recordings
 
 
-class Capture:
-    """`torch.cuda.graph` as far as Python sees it. CUDA refuses a wait, and then the end of the capture, too."""
-
-    refused = False
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        Capture.refused = False
-
-    def __exit__(self, *_: Any) -> None:
-        if Capture.refused:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-    @staticmethod
-    def refuse() -> None:
-        Capture.refused = True
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-
-@pytest.fixture
-def no_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
-    monkeypatch.setattr(amp_core.memory.graph, "noted_waits", tape.noted_waits)
-
-
-def test_a_capture_that_cuda_refuses_ends_the_run_and_names_the_operation(no_cuda):
-    """By hand only the second error is seen, which names none; torch's allocator and generator stay in the capture."""
-    training = Training("fp16")
-    whole = training.graph()
-    training.extra = lambda loss: Capture.refuse() if whole.is_capturing else loss
-    with pytest.raises(RunError, match=r"not permitted when stream is capturing \(test_graph.py:\d+.*perf.graph=false"):
-        training.run(whole, 12)
-
-
-def test_what_a_step_raises_by_itself_is_passed_on(no_cuda):
-    """The capture ends as it should, and the run goes on without a graph."""
-
-    def call():
-        raise RuntimeError("not here")
-
-    with pytest.raises(RuntimeError, match=r"^not here$"):
-        amp_core.memory.graph.capture_on_cuda(call)
-
-
 def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
     """A loaded optimizer has its moments elsewhere. Without `forget` the old ones would go on."""
     plain, recorded = Training("bf16"), Training("bf16")
@@ -239,23 +189,6 @@ def test_a_state_that_is_loaded_is_recorded_anew(on_tape):
         training.optimizer.load_state_dict(training.optimizer.state_dict())
         training.step = 0
     assert not same_but(plain.run(computed, 6), recorded.run(whole, 6)) and on_tape == [3, 3]
-
-
-def test_counts_that_a_computed_step_puts_elsewhere_are_recorded_anew(on_tape):
-    """One step by torch's own `step`, for a hook; the next counts in new memory. The graph would go on in the old."""
-    plain, recorded = Training("bf16"), Training("bf16")
-    whole = recorded.graph()
-
-    def mixed(step, window):
-        if recorded.step == 6:
-            handle = register_optimizer_step_post_hook(lambda *_: None)  # of all; its own would ask the host
-            try:
-                return step(window)
-            finally:
-                handle.remove()
-        return step(window) if recorded.step == 7 else whole(step, window)
-
-    assert not same_but(plain.run(computed), recorded.run(mixed)) and on_tape == [3, 8]
 
 
 def test_which_optimizers_ask_the_host():
@@ -269,16 +202,13 @@ def test_which_optimizers_ask_the_host():
 CUDA = [torch.device("cuda", 0)]
 
 
-@pytest.mark.parametrize(
-    "devices, layout, why",
-    [
-        (CUDA, {}, None),
-        ([torch.device("cpu")], {}, "this is a cpu"),
-        (CUDA, {"name": "fsdp"}, "layout=fsdp"),
-        (CUDA, {"shard_optimizer": True}, "layout.shard_optimizer"),
-        (CUDA * 2, {"name": "data_parallel"}, "several devices"),
-    ],
-)
+@pytest.mark.parametrize("devices, layout, why", [
+    (CUDA, {}, None),
+    ([torch.device("cpu")], {}, "this is a cpu"),
+    (CUDA, {"name": "fsdp"}, "layout=fsdp"),
+    (CUDA, {"shard_optimizer": True}, "layout.shard_optimizer"),
+    (CUDA * 2, {"name": "data_parallel"}, "several devices"),
+])  # fmt: skip
 def test_which_runs_cannot_be_a_graph(devices, layout, why):
     settings: Any = SimpleNamespace(**{"name": "ddp", "shard_optimizer": False} | layout)
     found = why_not_capturable(devices, settings, 2, [])

@@ -8,7 +8,6 @@ roundings of what divides or takes a root.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import rows
 from torch import Tensor, nn
-from torch.amp.autocast_mode import custom_bwd, custom_fwd
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from amp_core import Amp, Clip, Ema, Schedule, StepReport, master_params, sync_grads, windows
 
@@ -232,78 +231,7 @@ def several_losses(loop: Loop) -> Tensors:
     return weights(*nets)
 
 
-def losses_of_their_own_weights(loop: Loop) -> Tensors:
-    net = loop.net()
-
-    def backward(x: Tensor, t: Tensor) -> None:
-        loop.amp.backward(loop.loss(net, x, t), inputs=list(net[2].parameters()))
-        loop.amp.backward(loop.loss(net, x, 2.0), inputs=list(net[0].parameters()))
-
-    list(steps(loop, [loop.sgd(net[2]), loop.sgd(net[0])], backward))
-    return weights(net)
-
-
-class Product(torch.autograd.Function):
-    """x W^T + b, of several inputs of several dtypes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x.mm(weight.t()) + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        return grad.mm(weight), grad.t().mm(x), grad.sum(0)
-
-
-class InFp32(torch.autograd.Function):
-    """The same for kernels that take one dtype alone."""
-
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        assert not torch.is_autocast_enabled("cpu") and len({t.dtype for t in inputs}) == 1
-        return Product.forward(ctx, *inputs)
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        assert grad.dtype is ctx.saved_tensors[0].dtype
-        return Product.backward(ctx, grad)
-
-
-class Decorated(torch.autograd.Function):
-    forward = staticmethod(custom_fwd(Product.forward, device_type="cpu"))  # type: ignore[assignment]
-    backward = staticmethod(custom_bwd(Product.backward, device_type="cpu"))  # type: ignore[assignment]
-
-
-def custom(loop: Loop, function: type[torch.autograd.Function]) -> Tensors:
-    class Layer(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return function.apply(x, self.weight, self.bias)
-
-    net = loop.net(Layer)
-    list(steps(loop, [loop.sgd(net)], loop.training(net)))
-    return weights(net)
-
-
 # --- tutorials: saving, averages, rates -----------------------------------------------------------------------------------
-
-
-def saved_and_resumed(loop: Loop) -> Tensors:
-    """After each window everything moves to new objects, by plain `state_dict`s."""
-    net = loop.net()
-    optimizer = loop.sgd(net)
-    for bad in (9, 0, 9):
-        list(steps(loop, [optimizer], loop.training(net), (1, bad)))
-        saved = copy.deepcopy([net.state_dict(), optimizer.state_dict(), loop.amp.state_dict()])
-        loop.amp = loop.new_amp()
-        net = loop.net()
-        optimizer = loop.sgd(net)
-        for part, state in zip((net, optimizer, loop.amp), saved, strict=True):
-            part.load_state_dict(state)
-    return weights(net)
 
 
 def averaged(loop: Loop, ours: bool) -> Tensors:
@@ -320,36 +248,6 @@ def averaged(loop: Loop, ours: bool) -> Tensors:
     return weights(net, ema.model if ours and loop.mode in MODES else average.module)
 
 
-class Watched(nn.Module):
-    """Running statistics beside the path, so that no 16-bit number is divided by a root."""
-
-    def __init__(self, loop: Loop) -> None:
-        super().__init__()
-        self.net, self.norm = loop.net(), nn.BatchNorm1d(1, momentum=0.5).to(loop.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.net(x)
-        self.norm(y)
-        return y
-
-
-def stochastic_weight_averages(loop: Loop, live: bool = False) -> Tensors:
-    """Rates by SWALR, averages of epochs, their statistics by `update_bn`; `live`: the network's too, after each step."""
-    net = Watched(loop)
-    loop.amp.guard(net)
-    optimizer = loop.sgd(net.net)
-    average, rates = AveragedModel(net), SWALR(optimizer, swa_lr=0.125, anneal_epochs=2, anneal_strategy="linear")
-    inputs = [x for x, _ in loop.batches(3, bad=9)]
-    for epoch in range(2):
-        for report in steps(loop, [optimizer], loop.training(net), (2, 1 if live else 1 - epoch)):
-            if live and bool(report.taken):
-                update_bn(inputs, net)
-        average.update_parameters(net)
-        rates.step()
-    update_bn(inputs, average)
-    return weights(net, average.module)
-
-
 def rates(loop: Loop, ours: bool) -> Tensors:
     """A rate that is halved after each step taken: torch's scheduler after a look at the step, or `Schedule`."""
     net = loop.net()
@@ -361,18 +259,6 @@ def rates(loop: Loop, ours: bool) -> Tensors:
             mine.advance(report)
         elif theirs and bool(report.taken):
             theirs.step()
-    return weights(net)
-
-
-def unfrozen(loop: Loop) -> Tensors:
-    """The head alone, then with the rest of the network, which gets a group of its own."""
-    net = loop.net()
-    net[0].requires_grad_(False)
-    optimizer = SGD(master_params(net[2]), 0.25, momentum=0.5, fused=loop.fused)
-    list(steps(loop, [optimizer], loop.training(net), (2, 1)))
-    net[0].requires_grad_(True)
-    optimizer.add_param_group({"params": master_params(net[0]), "lr": 0.125})
-    list(steps(loop, [optimizer], loop.training(net), (2, 1)))
     return weights(net)
 
 
@@ -412,24 +298,6 @@ def dcgan(loop: Loop, between: str = "") -> Tensors:
     return weights(D, G)
 
 
-def wgan(loop: Loop) -> Tensors:
-    """Two steps of the critic, whose weights are clamped, for one of the generator."""
-    D, G, of_D, of_G = adversaries(loop)
-    for x, t in loop.batches(2):
-        for _ in range(2):
-            D.zero_grad()
-            loop.amp.backward(loop.loss(D, x, t) - loop.loss(D, G(x.flip(1)).detach()))
-            loop.amp.step(of_D)
-            loop.amp.update()
-            for p in D.parameters():
-                p.data.clamp_(-1.0, 1.0)
-        of_G.zero_grad()
-        loop.amp.backward(-loop.loss(D, G(x.flip(1))))
-        loop.amp.step(of_G)
-        loop.amp.update()
-    return weights(D, G)
-
-
 def wgan_gp(loop: Loop) -> Tensors:
     """A penalty on the norm of D's gradient at a point between; the second input is 0, so that norms are exact."""
     D, G, of_D, of_G = adversaries(loop)
@@ -453,23 +321,6 @@ def wgan_gp(loop: Loop) -> Tensors:
     return weights(D, G)
 
 
-def r1_every_other_step(loop: Loop) -> Tensors:
-    """A lazy penalty, in a backward pass of its own that adds to the gradients."""
-    D, _, of_D, _ = adversaries(loop)
-
-    def backward(x: Tensor, t: Tensor, lazy: bool) -> None:
-        loop.amp.backward(loop.loss(D, x, t))
-        if not lazy:
-            x = x.clone().requires_grad_()
-            with loop.amp.autocast():
-                out = D(x)
-            loop.amp.backward(loop.amp.grad(out, x)[0].square().sum() / 16)
-
-    for lazy in (False, True):
-        list(steps(loop, [of_D], partial(backward, lazy=lazy), (2, 1)))
-    return weights(D)
-
-
 BETWEEN = ["as it is", "frozen", "cleared", "updated and cleared", "unscaled", "unscaled and cleared"]
 
 
@@ -489,26 +340,15 @@ IDIOMS: dict[str, tuple[Callable[..., Tensors], dict[str, Any], int]] = {
     "in windows": (in_windows, {}, 0),
     "penalty on weights": (penalty_on_weights, {}, 0),
     "several losses": (several_losses, {}, 0),
-    "losses of their own weights": (losses_of_their_own_weights, {}, 0),
-    "a custom function": (custom, {"function": Decorated}, 0),
-    "a custom function in fp32": (custom, {"function": InFp32}, 0),
-    "saved and resumed": (saved_and_resumed, {}, 0),
     "averaged by torch": (averaged, {"ours": False}, 0),
     "averaged by Ema": (averaged, {"ours": True}, 0),
     "rates by torch": (rates, {"ours": False}, 0),
     "rates by Schedule": (rates, {"ours": True}, 0),
-    "unfrozen": (unfrozen, {}, 0),
-    "swa": (stochastic_weight_averages, {}, 8),
-    "swa of the live network": (stochastic_weight_averages, {"live": True}, 8),
     **{f"dcgan, D {between}": (dcgan, {"between": between}, 0) for between in BETWEEN},
-    "wgan": (wgan, {}, 0),
     "wgan-gp": (wgan_gp, {}, 0),
-    "r1": (r1_every_other_step, {}, 0),
 }
-"""An idiom, its arguments, and how often fp32 rounds. A norm: 6 squares, their sums, a root, a quotient, 2 products;
-statistics: 2 sums and 2 squares, a quotient, a blend of 3."""
-NOT_BY_TORCH = [(name, "torch") for name in ("swa", "swa of the live network", "the first batch is bad")]
-NOT_BY_TORCH += [(name, "o2") for name in ("swa", "swa of the live network")]  # 16-bit averages of 16-bit weights
+"""An idiom, its arguments, and how often fp32 rounds. A norm: 6 squares, their sums, a root, a quotient, 2 products."""
+NOT_BY_TORCH = [("the first batch is bad", "torch")]
 
 
 def compare(found: Tensors, name: str) -> None:
@@ -562,7 +402,7 @@ def on_a_rank(rank: int, wrapper: str) -> dict[str, list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", rows(WRAPPERS, "DDP", "FSDP2, gathered in 16 bits"))
 def test_an_idiom_on_two_ranks_is_plain_torch_in_one_process(wrapper: str, on_ranks: Callable[..., Any]) -> None:
     one, other = on_ranks(on_a_rank, wrapper)
     for key, (*found, scale) in one.items():

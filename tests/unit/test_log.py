@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import logging
 import os
@@ -11,13 +10,10 @@ import pty
 import random
 import re
 import select
-import signal
 import subprocess
 import sys
 import termios
 import textwrap
-import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +22,10 @@ from typing import Any
 
 import pytest
 import torch
-from running import wait_until
 from tiers import rows
 
 from amp_core.config.schema import LogConfig
-from amp_core.run import lines, terminal, trackers
+from amp_core.run import lines, terminal
 from amp_core.run.lines import write_json
 from amp_core.run.log import Log, check_log
 from amp_core.run.terminal import TerminalHandler, complain
@@ -275,11 +270,7 @@ PROGRESS = {  # options, reported lines, what stderr shows of them
         [train_line(100, loss_scale=1.0)],
         ["step 100/100  loss 0.5  lr 1.0e-03  skipped 0  900 samples/s"],
     ),
-    "much waiting": (
-        {},
-        [train_line(100, data_wait=0.42)],
-        [f"step 100/100  {FACTS}  42 % waiting for data"],
-    ),
+    "much waiting": ({}, [train_line(100, data_wait=0.42)], [f"step 100/100  {FACTS}  42 % waiting for data"]),
     "little waiting": ({}, [train_line(100, data_wait=0.04)], [f"step 100/100  {FACTS}"]),
     "the last line of a run that stops early": (
         {},
@@ -315,25 +306,6 @@ def test_the_time_left_is_that_of_the_steps_so_far_for_those_to_come(tmp_path, c
         progress.close(step)
     left = [line.partition("samples/s")[2] for line in capsys.readouterr().err.splitlines()]
     assert left == ["", "  07:25 left", "  05:23 left"]  # 89 * 5 s, 49 * 6.6 s
-
-
-def test_plain_lines_come_every_few_seconds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.2)
-    began = time.monotonic()
-    with logging_to(tmp_path, progress=True) as log:
-        for step in range(1, 51):
-            log.metrics(train_line(step))
-            time.sleep(0.01)
-    most = (time.monotonic() - began) / 0.2 + 2  # the first and the last one are not counted by the clock
-    assert 3 <= len(capsys.readouterr().err.splitlines()) <= min(most, 50)
-
-
-def test_advance_costs_next_to_nothing(tmp_path):
-    with logging_to(tmp_path, progress=True) as log:
-        start = time.process_time()
-        for step in range(100_000):
-            log.advance(step)
-        assert time.process_time() - start < 1.0
 
 
 def on_terminal(code: str, run_dir: Path, columns: int, **environ: str) -> str:
@@ -411,11 +383,6 @@ def test_a_bar_on_a_terminal_is_whole_and_messages_do_not_tear_it(tmp_path, colu
     assert re.fullmatch(head + re.escape(BARS[columns]), bar) and len(bar) <= (columns or 80)
 
 
-def test_a_dumb_terminal_gets_lines_and_no_codes(tmp_path):
-    output = on_terminal(TERMINAL_RUN, tmp_path, 80, TERM="dumb", NO_COLOR="")
-    assert "\r" not in output.replace("\r\n", "") and "\x1b" not in output and "step 100/100  loss 0.4312" in output
-
-
 COLOURS = [  # environment, on a terminal, in colour
     ({}, True, True),
     ({}, False, False),
@@ -448,260 +415,6 @@ def test_errors_and_warnings_are_in_colour_where_colours_show(environ, is_termin
     ]
 
 
-PLAN = "classification: cnn on mnist_subset\n  amp=bf16 on 1 x cpu, AdamW fused, schedule warmup_cosine over 750 steps"
-
-
-@pytest.mark.parametrize("columns, extra, expected", [
-    (50, {"is_plan": True}, ["classification: cnn on mnist_subset", "  amp=bf16 on 1 x cpu, AdamW fused, schedule",
-                             "      warmup_cosine over 750 steps"]),
-    (200, {"is_plan": True}, PLAN.split("\n")),
-    (50, {}, PLAN.split("\n")),  # what is to be copied, such as a command, stays in a piece
-])  # fmt: skip
-def test_a_plan_ends_its_lines_between_words(columns, extra, expected, tmp_path):
-    code = f"log = make(sys.argv[1])\nlogger.info({PLAN!r}, extra={extra!r})\nlog.close({{}})"
-    assert [line for line in screen(on_terminal(code, tmp_path, columns)) if line] == expected
-    assert PLAN.split("\n")[1] in (tmp_path / "train.log").read_text()
-
-
-CLOCK_RUN = """
-    log = make(sys.argv[1], progress=True)
-    logger.info("before")
-    with log.clock("compiling", time.monotonic() - 61):
-        time.sleep(1.5)
-        logger.info("within")
-        time.sleep(1)
-    log.close({})
-    print("after")
-"""
-
-
-def test_a_clock_ticks_on_a_terminal_and_leaves_nothing_behind(tmp_path, capsys):
-    output = on_terminal(CLOCK_RUN, tmp_path, 80)
-    assert all(f"compiling: 01:0{second}" in output for second in (1, 2, 3))
-    assert [line for line in screen(output) if line] == ["before", "within", "after"]
-    before = threading.enumerate()
-    with logging_to(tmp_path, progress=True) as log, log.clock("compiling", 0.0):  # in a file
-        threads = threading.enumerate()
-    assert capsys.readouterr() == ("", "") and not set(threads) - set(before)
-
-
-# --- tensorboard
-
-
-def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    accumulator_module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = accumulator_module.EventAccumulator(str(folder))
-    accumulator.Reload()
-    return {
-        name: [(event.step, event.value) for event in accumulator.Scalars(name)]
-        for name in accumulator.Tags()["scalars"]
-    }
-
-
-def test_tensorboard_events_are_readable_and_a_resume_hides_what_was_cut(tmp_path):
-    pytest.importorskip("tensorboard")
-    both = {"split": "train", "loss": 0.5, "parts": {"a": 1}, "note": "text", "none": None}
-    last = {"step": 30, "split": "eval", "accuracy": 0.25}
-    logged(tmp_path, *({"step": step, **both} for step in (10, 20, 30)), last, tensorboard=True)
-    assert events(tmp_path / "tensorboard") == {
-        "train/loss": [(10, 0.5), (20, 0.5), (30, 0.5)],
-        "train/parts/a": [(10, 1.0), (20, 1.0), (30, 1.0)],
-        "eval/accuracy": [(30, 0.25)],
-    }
-    logged(tmp_path, {"step": 30, "split": "train", "loss": 0.75}, tensorboard=True, start_step=20)
-    assert events(tmp_path / "tensorboard")["train/loss"] == [(10, 0.5), (20, 0.5), (30, 0.75)]
-
-
-def test_a_tensorboard_that_cannot_start_is_one_warning(tmp_path, capsys):
-    pytest.importorskip("tensorboard")
-    (tmp_path / "tensorboard").write_text("in the way")
-    logged(tmp_path, train_line(1), tensorboard=True)
-    assert capsys.readouterr().err.count("tensorboard cannot start, the run continues without it") == 1
-    assert len(lines_of(tmp_path)) == 1
-
-
-@pytest.mark.slow
-def test_a_tensorboard_that_fails_is_switched_off_with_one_warning(tmp_path):
-    pytest.importorskip("tensorboard")
-    code = """
-        log = make(sys.argv[1], tensorboard=True)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-        for step in range(1, 200):
-            log.metrics({"step": step, "split": "train", **{f"number_{i}": 0.5 for i in range(50)}})
-        log.close({})
-    """
-    _, err = finish(script(code, tmp_path))
-    assert err.count("tensorboard is switched off after 3 failures") == 1, err
-
-
-# --- wandb
-
-
-@pytest.fixture
-def offline(monkeypatch, tmp_path):
-    pytest.importorskip("wandb")
-    for key in [key for key in os.environ if key.startswith("WANDB_")]:
-        monkeypatch.delenv(key)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-
-
-def tracker_of(log: Log) -> trackers.Wandb:
-    (tracker,) = log._trackers
-    assert isinstance(tracker, trackers.Wandb)
-    return tracker
-
-
-def wandb_process(log: Log) -> subprocess.Popen[bytes]:
-    process = tracker_of(log)._process
-    assert process is not None
-    return process
-
-
-def offline_files(run_dir: Path) -> list[Path]:
-    return sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))
-
-
-@pytest.mark.slow
-def test_an_offline_run_is_continued_under_its_id(tmp_path, offline, capsys):
-    for start_step in (0, 20):
-        log = make_log(tmp_path, wandb=True, start_step=start_step)
-        for step in (start_step + 10, start_step + 20):
-            log.metrics(train_line(step, loss=step + 0.125))
-        log.close({"status": "finished", "exit_code": 0, "eval": {"accuracy": float("nan")}})
-        time.sleep(max(0.0, 1.1 - time.time() % 1))  # wandb names folders by the second
-    known = (tmp_path / "wandb_id").read_text().strip()
-    first, second = offline_files(tmp_path)
-    assert first.name == second.name == f"run-{known}.wandb"
-    for file, step in ((first, 20), (second, 40)):
-        content = file.read_bytes()
-        assert b"train/loss" in content and f"{step}.125".encode() in content
-        assert b"finished" in content and b"init_scale" in content
-    out, err = capsys.readouterr()
-    assert err == "" and out.count("wandb: offline run") == 2
-
-
-@contextlib.contextmanager
-def server_of(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A wandb server that answers 501, or one that lets connect and is silent."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
-        url = f"http://127.0.0.1:{server.server_port}"
-        for name, value in {"MODE": "online", "API_KEY": KEY, "BASE_URL": url}.items():
-            monkeypatch.setenv(f"WANDB_{name}", value)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        if what == "failing server":
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield
-        if what == "failing server":
-            server.shutdown()
-
-
-DEAD = {
-    "service": "wandb is switched off after 3 failures",
-    "process": "wandb's process died (exit code -9), the run continues without it",
-    "failing server": "wandb cannot start, the run continues without it",
-    "silent server": "wandb did not finish within 1 s and was stopped",
-}
-
-
-@pytest.mark.parametrize("what", DEAD)
-def test_a_dead_wandb_is_one_warning_and_training_goes_on(what, tmp_path, offline, capsys, monkeypatch):
-    if what == "silent server":
-        monkeypatch.setattr(trackers, "CLOSE_SECONDS", 1.0)
-    server = server_of(what, monkeypatch) if "server" in what else contextlib.nullcontext()
-    with server, logging_to(tmp_path, wandb=True) as log:
-        dead = wandb_process(log).pid
-        if what == "service":
-            wait_until(lambda: log.advance(1) or "offline run" in capsys.readouterr().out)
-            children = subprocess.run(["pgrep", "-P", str(dead)], capture_output=True, text=True, check=True).stdout
-            dead = int(children)
-        if what in ("service", "process"):
-            os.kill(dead, signal.SIGKILL)
-        if what == "failing server":
-            wait_until(lambda: log.advance(1) or tracker_of(log)._process is None)
-        for step in range(1, 50):
-            log.metrics(train_line(step))
-            log.advance(step)
-            time.sleep(0.02)
-        start = time.monotonic()
-    assert time.monotonic() - start < 5
-    assert capsys.readouterr().err.count("warning: ") == 1 and len(lines_of(tmp_path)) == 49
-    assert DEAD[what] in (tmp_path / "train.log").read_text()
-
-
-def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
-    monkeypatch.setattr(trackers, "MAX_PENDING_BYTES", 20_000)
-    usual = trackers.CLOSE_SECONDS
-    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.5)
-    log = make_log(tmp_path, wandb=True)
-    child = wandb_process(log)
-    os.kill(child.pid, signal.SIGSTOP)
-    for step in range(1, 2001):  # it reads nothing any more: whoever waited for it would wait for ever
-        log.metrics(train_line(step))
-    assert len(tracker_of(log)._pending) < 25_000
-    start = time.monotonic()
-    log.close({})
-    assert time.monotonic() - start < usual and child.returncode is not None
-    err = capsys.readouterr().err.splitlines()
-    assert len(err) == 2 and "wandb does not keep up" in err[0]
-    assert "did not finish within" in err[1] and len(lines_of(tmp_path)) == 2000
-
-
-def test_a_killed_training_leaves_a_finished_run_and_no_process(tmp_path):
-    pytest.importorskip("wandb")
-    code = """
-        log = make(sys.argv[1], wandb=True)
-        log.metrics({"step": 1, "split": "train", "loss": 5.125})
-        print(log._trackers[0]._process.pid, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    process = script(code, tmp_path, env=environment(tmp_path, WANDB_MODE="offline"))
-    child = int(process.communicate(timeout=30)[0])
-    wait_until(lambda: not is_running(child))
-    (file,) = offline_files(tmp_path)
-    assert b"5.125" in file.read_bytes()
-
-
-def is_running(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
-    return bool(state.strip()) and not state.startswith("Z")
-
-
-NETRC = "machine {} login user password secret\n"
-ACCOUNTS = [  # wandb_mode, netrc, settings file, environment, the mode
-    ("auto", "", "", {}, "offline"),
-    ("online", "", "", {}, "online"),
-    ("offline", NETRC.format("api.wandb.ai"), "", {}, "offline"),
-    ("auto", NETRC.format("elsewhere"), "", {}, "offline"),
-    ("auto", NETRC.format("api.wandb.ai"), "", {}, "online"),
-    ("auto", NETRC.format("api.wandb.ai"), "", {"WANDB_BASE_URL": "http://own.server:8080"}, "offline"),
-    ("auto", "", "[default]\napi_key = secret\n", {"WANDB_BASE_URL": "http://own.server:8080"}, "online"),
-    ("auto", "nonsense", "nonsense", {}, "offline"),
-    ("auto", "nonsense", "nonsense", {"WANDB_API_KEY": KEY}, "online"),
-    ("online", "", "", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "offline"),
-]
-
-
-@pytest.mark.parametrize("wandb_mode, netrc, settings, environ, expected", ACCOUNTS)
-def test_the_mode_is_online_only_with_an_account(tmp_path, monkeypatch, wandb_mode, netrc, settings, environ, expected):
-    for key in [key for key in os.environ if key.startswith("WANDB_") or key == "NETRC"]:
-        monkeypatch.delenv(key)
-    for key, value in ({"HOME": str(tmp_path)} | environ).items():
-        monkeypatch.setenv(key, value)
-    (tmp_path / ".config" / "wandb").mkdir(parents=True)
-    for file, text in ((".netrc", netrc), (".config/wandb/settings", settings)):
-        if text:
-            (tmp_path / file).write_text(text)
-    assert trackers._wandb_mode(SimpleNamespace(wandb_mode=wandb_mode)) == expected
-
-
-def test_the_id_is_made_once(tmp_path):
-    first = trackers._wandb_id(tmp_path / "wandb_id")
-    assert trackers._wandb_id(tmp_path / "wandb_id") == first
-    (tmp_path / "wandb_id").write_text("../../etc")
-    assert re.fullmatch(r"\w+", trackers._wandb_id(tmp_path / "wandb_id"))
-
-
 # --- the rest
 
 
@@ -718,16 +431,6 @@ def test_missing_packages_are_named_with_the_remedy(tmp_path, monkeypatch):
     assert check_log(LogConfig("default", True, False, False, "p", "auto", None, None, [], None, False)) == []
 
 
-def test_checking_imports_nothing(tmp_path):
-    code = """
-        cfg = types.SimpleNamespace(name="all", tensorboard=True, wandb=True)
-        amp_log.check_log(cfg)
-        make(sys.argv[1], progress=True).close({})
-        print(sorted(name for name in sys.modules if name in ("wandb", "torch", "tensorboard", "hydra", "omegaconf")))
-    """
-    assert finish(script(code, tmp_path))[0] == "[]\n"
-
-
 def test_json_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "summary.json"
     write_json(path, {"loss": float("nan"), "dir": tmp_path, "list": (1, float("-inf"))})
@@ -736,13 +439,3 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match="folder"):
         write_json(tmp_path / "folder", {})
     assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "summary.json"]
-
-
-def test_the_options_hold_every_key_of_the_config():
-    yaml = pytest.importorskip("yaml")
-    for name in ("default", "none", "tensorboard", "wandb", "all"):
-        text = (ROOT / "conf" / "log" / f"{name}.yaml").read_text()
-        assert text.startswith("# ")
-        cfg = LogConfig(**yaml.safe_load(text))
-        trackers = [name in (tracker, "all") for tracker in ("tensorboard", "wandb")]
-        assert [cfg.name, cfg.tensorboard, cfg.wandb, cfg.wandb_mode] == [name, *trackers, "auto"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,60 +25,6 @@ GRAY, COLOUR = (1, 28, 28), (3, 64, 64)
 
 def num_parameters(net: torch.nn.Module) -> int:
     return sum(p.numel() for p in net.parameters())
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-# --- torchvision ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", ["", "import torchvision.transforms"])
-def test_torchvision_is_imported_without_a_warning_also_after_somebody_else_failed_to(before: str) -> None:
-    code = f"""
-import contextlib
-with contextlib.suppress(RuntimeError):
-    {before or "pass"}
-from amp_core.vision import import_torchvision
-first = import_torchvision()
-assert import_torchvision() is first
-import torchvision
-assert torchvision is first
-print(first.models.resnet18().fc.out_features, first.transforms.Resize(8).size)
-"""
-    assert run_python(code) == "1000 8\n"
-
-
-def test_another_failure_of_torchvision_is_not_hidden(tmp_path: Path) -> None:
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator aten::other does not exist')")
-    code = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
-from amp_core.vision import import_torchvision
-try:
-    import_torchvision()
-except RuntimeError as error:
-    print(error)
-"""
-    assert run_python(code) == "operator aten::other does not exist\n"
-
-
-def test_our_own_models_import_neither_torchvision_nor_timm_nor_transformers() -> None:
-    code = """
-import sys
-from amp_core.models import build_model, check_model
-from amp_core.models.images import CLASSIFIERS
-assert check_model("cnn", {"width": 8}, CLASSIFIERS) == []
-build_model("mlp", CLASSIFIERS, num_classes=10, image_shape=(1, 28, 28), options={})
-print([name for name in ("torchvision", "timm", "transformers") if name in sys.modules])
-"""
-    assert run_python(code) == "[]\n"
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
@@ -120,19 +64,14 @@ def test_our_own_models_take_images_of_any_size(name: str, shape: ImageShape, op
         assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in net["discriminator"].modules())
 
 
-@pytest.mark.parametrize(
-    "name, shape",
-    [
-        ("resnet18", GRAY),
-        ("mobilenet_v3_small", COLOUR),
-        ("vit_b_32", (3, 32, 32)),
-        ("googlenet", COLOUR),
-        ("regnet_y_400mf", COLOUR),
-    ],
-)
-def test_torchvision_models_give_plain_logits_of_the_classes_of_the_data(
-    name: str, shape: tuple[int, int, int]
-) -> None:
+@pytest.mark.parametrize("name, shape", [
+    ("resnet18", GRAY),
+    ("mobilenet_v3_small", COLOUR),
+    ("vit_b_32", (3, 32, 32)),
+    ("googlenet", COLOUR),
+    ("regnet_y_400mf", COLOUR),
+])  # fmt: skip
+def test_torchvision_models_give_plain_logits_of_the_classes_of_the_data(name, shape):
     shape = (CLASSIFIERS.in_channels(name) or 0, *shape[1:])
     net = build_model(name, CLASSIFIERS, num_classes=7, image_shape=shape, options={}).train()
     logits = net(torch.randn(2, *shape))
@@ -184,32 +123,21 @@ def test_every_classification_model_of_torchvision_is_accepted_and_nothing_else(
         assert bool(check_model(name, {}, CLASSIFIERS)) != is_classifier, name
 
 
-@pytest.mark.parametrize(
-    "name, options, expected",
-    [
-        ("resnt18", {}, ["model.name=resnt18: is not an image classification network. Did you mean resnet18?"]),
-        ("CNN", {}, ["model.name=CNN: is not an image classification network. Did you mean cnn?"]),
-        ("cnn", {"widht": 8}, ["model.options.widht: cnn has no such option. Did you mean width?"]),
-        (
-            "resnet18",
-            {"weights": "DEFAULT"},
-            ["model.options.weights: use model.weights=<file>, or model.weights=default"],
-        ),
-        ("cnn", {"num_classes": 3}, ["model.options.num_classes: follows the data set"]),
-        ("vit_b_16", {"image_size": 32}, ["model.options.image_size: follows data.image_size"]),
-        ("inception_v3", {"aux_logits": True}, ["model.options.aux_logits: a recipe takes one output"]),
-        ("mobilenet_v3_small", {"widht": 1}, ["model.options.widht: mobilenet_v3_small has no such option"]),
-        (
-            "resnet18",
-            {"depth": 1, "width_per_grup": 64},
-            ["model.options.depth: resnet18", "model.options.width_per_grup: resnet18"],
-        ),
-        ("cnn", {"width": 0}, ["model.options: cnn cannot be built with width=0: width=0, expected a whole number"]),
-        ("cnn", {"width": "wide"}, ["model.options: cnn cannot be built with width=wide"]),
-        ("mlp", {"dropout": 1.5}, ["model.options: mlp cannot be built with dropout=1.5"]),
-        ("resnet18", {"groups": 2}, ["model.options: resnet18 cannot be built with groups=2: BasicBlock only"]),
-    ],
-)
+@pytest.mark.parametrize("name, options, expected", [
+    ("resnt18", {}, ["model.name=resnt18: is not an image classification network. Did you mean resnet18?"]),
+    ("CNN", {}, ["model.name=CNN: is not an image classification network. Did you mean cnn?"]),
+    ("cnn", {"widht": 8}, ["model.options.widht: cnn has no such option. Did you mean width?"]),
+    ("resnet18", {"weights": "DEFAULT"}, ["model.options.weights: use model.weights=<file>, or model.weights=default"]),
+    ("cnn", {"num_classes": 3}, ["model.options.num_classes: follows the data set"]),
+    ("vit_b_16", {"image_size": 32}, ["model.options.image_size: follows data.image_size"]),
+    ("inception_v3", {"aux_logits": True}, ["model.options.aux_logits: a recipe takes one output"]),
+    ("mobilenet_v3_small", {"widht": 1}, ["model.options.widht: mobilenet_v3_small has no such option"]),
+    ("resnet18", {"depth": 1, "width_per_grup": 64}, ["model.options.depth: resnet18", "model.options.width_per_grup: resnet18"]),
+    ("cnn", {"width": 0}, ["model.options: cnn cannot be built with width=0: width=0, expected a whole number"]),
+    ("cnn", {"width": "wide"}, ["model.options: cnn cannot be built with width=wide"]),
+    ("mlp", {"dropout": 1.5}, ["model.options: mlp cannot be built with dropout=1.5"]),
+    ("resnet18", {"groups": 2}, ["model.options: resnet18 cannot be built with groups=2: BasicBlock only"]),
+])  # fmt: skip
 def test_problems_name_the_key_and_the_way_out(name: str, options: dict[str, object], expected: list[str]) -> None:
     problems = check_model(name, options, CLASSIFIERS)
     assert len(problems) == len(expected)
@@ -219,26 +147,23 @@ def test_problems_name_the_key_and_the_way_out(name: str, options: dict[str, obj
         build_model(name, CLASSIFIERS, num_classes=10, image_shape=COLOUR, options=options)
 
 
-@pytest.mark.parametrize(
-    "family, name, options, expected",
-    [
-        (LANGUAGE_MODELS, "gpt", {"width": 100, "heads": 3}, "width=100, expected a multiple of 2 * heads = 6"),
-        (LANGUAGE_MODELS, "gpt", {"depth": 0}, "depth=0, expected a whole number"),
-        (LANGUAGE_MODELS, "gpt", {"positions": "sinus"}, "positions=sinus, expected one of learned, rope, alibi"),
-        (LANGUAGE_MODELS, "gpt", {"positions_dtype": "fp8"}, "positions_dtype=fp8, expected one of fp32, bf16, fp16"),
-        (LANGUAGE_MODELS, "gpt", {"dropout": 1.0}, "dropout=1.0, expected at least 0 and below 1"),
-        (LANGUAGE_MODELS, "gpt", {"length": 8}, "model.options.length: follows the data set"),
-        (LANGUAGE_MODELS, "gpt", {"widht": 8}, "Did you mean width?"),
-        (segmentation.MODELS, "unet", {"width": 0}, "width=0, expected a whole number"),
-        (segmentation.MODELS, "unet", {"depth": 0}, "depth=0, expected a whole number"),
-        (segmentation.MODELS, "unet", {"dropout": 1.0}, "dropout=1.0, expected at least 0 and below 1"),
-        (segmentation.MODELS, "unet", {"num_masks": 3}, "model.options.num_masks: follows the data set"),
-        (segmentation.MODELS, "unet", {"deep": 1}, "model.options.deep: unet has no such option"),
-        (face_recognition.MODELS, "iresnet18", {"dropout": 2}, "dropout=2"),
-        (face_recognition.MODELS, "glyphnet", {"width": 0}, "width=0"),
-        (face_recognition.MODELS, "iresnet18", {"blocks": [1, 1, 1, 1]}, "no such option"),
-    ],
-)
+@pytest.mark.parametrize("family, name, options, expected", [
+    (LANGUAGE_MODELS, "gpt", {"width": 100, "heads": 3}, "width=100, expected a multiple of 2 * heads = 6"),
+    (LANGUAGE_MODELS, "gpt", {"depth": 0}, "depth=0, expected a whole number"),
+    (LANGUAGE_MODELS, "gpt", {"positions": "sinus"}, "positions=sinus, expected one of learned, rope, alibi"),
+    (LANGUAGE_MODELS, "gpt", {"positions_dtype": "fp8"}, "positions_dtype=fp8, expected one of fp32, bf16, fp16"),
+    (LANGUAGE_MODELS, "gpt", {"dropout": 1.0}, "dropout=1.0, expected at least 0 and below 1"),
+    (LANGUAGE_MODELS, "gpt", {"length": 8}, "model.options.length: follows the data set"),
+    (LANGUAGE_MODELS, "gpt", {"widht": 8}, "Did you mean width?"),
+    (segmentation.MODELS, "unet", {"width": 0}, "width=0, expected a whole number"),
+    (segmentation.MODELS, "unet", {"depth": 0}, "depth=0, expected a whole number"),
+    (segmentation.MODELS, "unet", {"dropout": 1.0}, "dropout=1.0, expected at least 0 and below 1"),
+    (segmentation.MODELS, "unet", {"num_masks": 3}, "model.options.num_masks: follows the data set"),
+    (segmentation.MODELS, "unet", {"deep": 1}, "model.options.deep: unet has no such option"),
+    (face_recognition.MODELS, "iresnet18", {"dropout": 2}, "dropout=2"),
+    (face_recognition.MODELS, "glyphnet", {"width": 0}, "width=0"),
+    (face_recognition.MODELS, "iresnet18", {"blocks": [1, 1, 1, 1]}, "no such option"),
+])  # fmt: skip
 def test_options_of_every_family_are_checked(family: Family, name: str, options: Any, expected: str) -> None:
     (problem,) = check_model(name, options, family)
     assert expected in problem

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,9 +102,7 @@ def test_parts_of_weights_have_parts_of_16_bit_moments(on_ranks: Any) -> None:
         assert are_16bit and max(errors) < 0.02, errors
 
 
-def test_what_it_does_not_work_with_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_does_not_work_with_is_refused(tmp_path, monkeypatch, capsys):
     base = OptimizerConfig(**read_option("optimizer", "adamw"))
     for values, problem in [
         ({"name": "SGD"}, "SGD keeps its state in float32"),

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import runpy
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from running import lines, summary
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import train
 from amp_core import Amp
@@ -248,37 +244,6 @@ def test_copies_of_weights_go_with_the_region():
             assert torch.mv(weight, x).requires_grad
 
 
-@pytest.mark.usefixtures("cuda_list")
-def test_recomputed_activations_give_the_same_gradients():
-    cell, x = nn.LSTMCell(3, 3), torch.rand(2, 3)
-
-    def twice(x):
-        with autocast():
-            return cell(cell(x)[0])[0].softmax(1)[:, 0].sum()
-
-    expected = torch.autograd.grad(twice(x), list(cell.parameters()))
-    found = torch.autograd.grad(checkpoint(twice, x, use_reentrant=False), list(cell.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-
-
-@pytest.mark.usefixtures("cuda_list")
-def test_transforms_and_threads_see_the_policy():
-    weight, seen = nn.Parameter(torch.rand(3, 3)), []
-
-    def loss(weight, x):
-        with autocast():
-            seen.append(torch.mv(weight, x).softmax(0).dtype)
-            return (torch.mv(weight, x).softmax(0) * torch.arange(3)).sum()
-
-    assert torch.func.grad(loss)(weight.detach(), torch.rand(3)).dtype is FP32
-    thread = threading.Thread(target=loss, args=(weight, torch.rand(3)))
-    thread.start()
-    thread.join()
-    assert seen == [FP32] * 2
-    # vmap takes operators apart before autocast sees them, on every device.
-    assert torch.func.vmap(loss, (None, 0))(weight.detach(), torch.rand(4, 3)).shape == (4,)
-
-
 # --- the switch -------------------------------------------------------------------------------------------------------
 
 
@@ -306,14 +271,6 @@ def test_the_policy_leaves_no_trace():
     assert policy.kernels_of("AutocastCPU") == kernels and torch.clear_autocast_cache is clear
 
 
-def test_a_context_goes_back_to_what_was_there():
-    with policy.cuda_policy():
-        with pytest.raises(ZeroDivisionError), policy.cuda_policy():
-            raise ZeroDivisionError
-        assert policy.policy_in_use() == "cuda"
-    assert policy.policy_in_use() == "device"
-
-
 def test_amp_uses_it_when_asked_and_touches_nothing_otherwise():
     for mode in ("fp16", "fp32", "o2"):
         Amp.named(mode)
@@ -334,13 +291,6 @@ def test_the_setting_is_checked():
     warned = train.checked(["amp=tf32", "amp.op_policy=cuda", "device=cpu"])[1]
     assert any("amp.op_policy=cuda has no effect in amp=tf32" in text for text in warned)
     assert not any("op_policy" in text for text in train.checked(["amp=fp16", "amp.op_policy=cuda"])[1])
-
-
-def test_a_run_without_it_does_not_even_import_it():
-    code = "import sys, amp_core.run.environment; from amp_core import Amp; Amp.named('fp16').prepare"
-    subprocess.run(
-        [sys.executable, "-c", f"{code}; assert 'amp_core.lowp.op_policy' not in sys.modules"], cwd=ROOT, check=True
-    )
 
 
 def test_a_run_uses_it_and_puts_it_back(own_folder, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,9 +105,7 @@ def test_documents_without_a_pair_make_no_sample(sizes: list[int], packing: str)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name, options", NETS)
-def test_logits_of_a_packed_document_are_those_of_the_document_alone(
-    name: str, options: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_logits_of_a_packed_document_are_those_of_the_document_alone(name, options, dtype):
     net, text = built(name, options).to(dtype), tokens()
     with torch.no_grad():
         packed, begin = outputs_of(net, (text, text, POSITIONS)), 0
@@ -125,9 +122,7 @@ def test_logits_of_a_packed_document_are_those_of_the_document_alone(
 
 @pytest.mark.parametrize("mode", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name, options", NETS)
-def test_a_document_has_the_bits_of_itself_whatever_it_is_packed_with(
-    name: str, options: dict[str, Any], mode: torch.dtype | None
-) -> None:
+def test_a_document_has_the_bits_of_itself_whatever_it_is_packed_with(name, options, mode):
     second = slice(sum(LENGTHS[:2]), sum(LENGTHS[:3]))
     found = []
     for seed in (1, 2):
@@ -159,9 +154,7 @@ def test_a_network_that_takes_packed_documents_is_let_through(name: str, options
     ("mamba", {"hidden_size": 64, "state_size": 8, "num_hidden_layers": 2}, "see each other"),
     ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4}, "see each other"),
 ])  # fmt: skip
-def test_networks_of_transformers_whose_documents_leak_are_refused(
-    kind: str, fields: dict[str, Any], leaks: str, tmp_path: Path
-) -> None:
+def test_networks_of_transformers_whose_documents_leak_are_refused(kind, fields, leaks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **fields}))
     net = built(f"hf:{tmp_path}", {})
     with pytest.raises(ConfigError, match=rf"data.packing: model.name={kind} .*{leaks}.*; use data.packing=none"):

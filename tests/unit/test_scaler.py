@@ -124,40 +124,19 @@ def test_scales_and_weights_are_those_of_grad_scaler_for_1000_overflow_patterns(
     assert 0.1 < num_skipped / (8 * PATTERNS) < 0.6  # both kinds of steps were seen
 
 
-def test_documented_trace_of_interval_3() -> None:
-    scales = trace(amp_of(growth_interval=3), [True, False, False, False, True])
-    assert scales == [32768, 32768, 32768, 65536, 32768]
-
-
-def test_scale_stops_at_its_cap_where_grad_scaler_reaches_2_to_the_127() -> None:
+def test_scale_stops_at_its_cap() -> None:
     assert trace(amp_of(init_scale=2.0**22, growth_interval=1), [False] * 4) == [2.0**23] + [2.0**24] * 3
     # A cap that is no multiple is met exactly.
     assert trace(amp_of(init_scale=3.0, max_scale=8.0, growth_interval=1), [False] * 3) == [6.0, 8.0, 8.0]
-    stock = GradScaler("cpu", growth_interval=1)
-    weight, optimizer = a_weight(lr=0.0)
-    for _ in range(200):
-        stock.scale(weight.sum() * 1e-38).backward()
-        stock.step(optimizer)
-        stock.update()
-        optimizer.zero_grad()
-    assert stock.get_scale() == 2.0**127
 
 
-def test_scale_stops_at_its_floor_and_recovers_where_grad_scaler_writes_nan() -> None:
+def test_scale_stops_at_its_floor_and_recovers() -> None:
     weight, optimizer = a_weight()
     amp = amp_of(growth_interval=2)
     scales = [one_step(amp, weight, optimizer, INF) for _ in range(170)]
     assert min(scales) == scales[-1] == 1.0 and weight.item() == 0.0
     assert [one_step(amp, weight, optimizer) for _ in range(4)] == [1, 2, 2, 4]
     assert weight.item() == -4.0
-    # The usual way: at 2^-128 a clean step is taken with 1 / scale = inf, and 166 bad ones lead to 0 for good.
-    stock, (weight, optimizer) = GradScaler("cpu"), a_weight()
-    for is_bad in [True] * 144 + [False] + [True] * 22:
-        stock.scale((weight * (INF if is_bad else 1.0)).sum()).backward()
-        stock.step(optimizer)
-        stock.update()
-        optimizer.zero_grad()
-    assert not weight.isfinite() and stock.get_scale() == 0.0
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -337,25 +316,6 @@ def test_ranks_agree_about_a_bad_loss_and_an_optimizer_that_is_not_stepped(on_ra
     assert on_ranks(losses_of_ranks) == [expected] * 2
 
 
-@pytest.mark.parametrize("zero", [True, False])
-def test_a_stepped_network_may_be_in_the_graph_of_the_next_loss(zero: bool) -> None:
-    """A generator's loss through a discriminator that was unscaled and stepped, as with GradScaler."""
-    results = []
-    for scaler in (amp_of(init_scale=1024.0), GradScaler("cpu", init_scale=1024.0)):
-        (d, opt_d), (g, opt_g) = a_weight(2.0), a_weight(3.0)
-        back = scaler.backward if isinstance(scaler, Amp) else lambda loss, s=scaler: s.scale(loss).backward()
-        back((d * g.detach()).sum())
-        scaler.unscale_(opt_d)
-        scaler.step(opt_d)
-        if zero:
-            opt_d.zero_grad()
-        back((d * g).sum())
-        scaler.step(opt_g)
-        scaler.update()
-        results.append((d.item(), g.item()))
-    assert results == [(-1.0, 4.0)] * 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128])
 def test_gradients_for_penalties_keep_what_their_inputs_are(dtype: torch.dtype) -> None:
     """The gradient of |x|^2 / 3, which is 2 x / 3, also its imaginary part, in the precision of x."""
@@ -370,10 +330,3 @@ def test_gradients_for_penalties_keep_what_their_inputs_are(dtype: torch.dtype) 
     torch.testing.assert_close(found, 2 * x.detach().to(wide) / 3, rtol=4 * eps, atol=0)
     with pytest.raises(TypeError, match="expected real numbers"):
         amp.grad(torch.ones(1, dtype=torch.complex64, requires_grad=True), x)
-
-
-def test_weights_of_float64_losses_are_float64() -> None:
-    """A third in fp32 is off by 1e-8."""
-    weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    amp_of().backward(weight.sum(), 1 / 3)
-    assert weight.grad.item() == 65536.0 / 3

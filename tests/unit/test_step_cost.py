@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from torch.optim import SGD
 from amp_core import Amp
 from amp_core.models import build_model
 from amp_core.models.images import CLASSIFIERS
-from amp_core.step.scaler import Numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 Batches = list[tuple[Tensor, Tensor]]
@@ -65,17 +63,6 @@ def test_a_step_calls_fewer_functions_than_one_by_hand(counts: Any, mode: str, n
 def test_a_weight_is_cast_once_per_window(counts: Any, mode: str) -> None:
     assert counts[mode, 4, "ours"]["casts"] <= 0.75 * counts[mode, 4, "by hand"]["casts"]
     assert counts[mode, 1, "ours"]["casts"] == counts[mode, 1, "by hand"]["casts"]
-
-
-def test_numbers_are_made_once_and_do_not_pile_up() -> None:
-    """A loop may weigh each loss by a number of its own."""
-    amp, numbers = Amp.named("fp16"), Numbers(torch.device("cpu"))
-    assert numbers[0.1] is numbers[0.1] and numbers[0.1].dtype == torch.float32 and numbers[0.1] == torch.tensor(0.1)
-    for i in range(200):
-        weight = torch.ones((), requires_grad=True)
-        amp.backward(weight * 1.0, i / 7)
-        assert weight.grad is not None and torch.equal(weight.grad, amp.scaler.scale * (i / 7))
-    assert len(amp._numbers) <= 64
 
 
 def gradients(mode: str, share: bool) -> Iterator[list[Tensor]]:
@@ -133,32 +120,3 @@ def test_nothing_stale_is_left_behind(fails: bool) -> None:
             p.mul_(0)
     with amp.autocast():
         assert bool(before.any()) and not bool(net(images).any())
-
-
-def test_hooks_of_an_optimizer_are_called_and_its_scope_is_seen_by_a_profiler() -> None:
-    net, amp, seen = mlp(), Amp.named("bf16"), []
-    optimizer = SGD(net.parameters(), lr=0.5, fused=True)
-    images, labels = batches(1)[0]
-
-    def step() -> None:
-        with amp.autocast():
-            loss = F.cross_entropy(net(images), labels)
-        amp.backward(loss)
-        amp.step(optimizer)
-        amp.update()
-
-    handle = optimizer.register_step_post_hook(lambda *_: seen.append("post"))
-    step()
-    handle.remove()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        step()
-    assert seen == ["post"]
-    assert any(event.key == "Optimizer.step#SGD.step" for event in profile.key_averages())
-    twin = copy.deepcopy(net)
-    own = SGD(twin.parameters(), lr=0.5, fused=True)
-    torch.optim.lr_scheduler.ConstantLR(own)  # puts a step of its own into the optimizer
-    own.zero_grad()
-    F.cross_entropy(twin(images), labels).backward()
-    amp.step(own)
-    amp.update()
-    assert own._opt_called  # type: ignore[attr-defined]

@@ -15,12 +15,12 @@ from amp_core.run.stop import SIGNALS, Stop
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 
 
-def told_at_once(stop: Stop, numbers: list[int], *, in_order: bool = True) -> bool:
+def told_at_once(stop: Stop, numbers: list[int]) -> bool:
     """Signals that come while Python runs no handler. Returns whether a KeyboardInterrupt was raised."""
     kill = ctypes.PyDLL(None).kill
     before = {number: signal.signal(number, stop.on_signal) for number in SIGNALS}
     try:
-        with stop.in_order() if in_order else contextlib.nullcontext():
+        with stop.in_order():
             try:
                 list(map(kill, [os.getpid()] * len(numbers), numbers))  # one operation for the interpreter
             except KeyboardInterrupt:
@@ -49,11 +49,6 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 def test_signals_count_in_the_order_in_which_they_came(numbers, code, at_once):
     stop = Stop(None, None)
     assert told_at_once(stop, numbers) == at_once and stop.code == code
-
-
-def test_without_it_a_second_signal_hides_the_first():
-    stop = Stop(None, None)
-    assert told_at_once(stop, [TERM, INT], in_order=False) is False and stop.code == 130
 
 
 def test_a_second_interrupt_that_was_swallowed_is_raised_again():

@@ -57,7 +57,8 @@ try:
 except SystemExit as ended:
     assert not ended.code, ended.code
 assert gc.isenabled() and gc.get_freeze_count()
-unused = ["matplotlib", "sympy", "tensorboard", "torch._dynamo", "torch.distributed.tensor", "torchvision", "wandb"]
+unused = ["amp_core.lowp.op_policy", "matplotlib", "mlxtend", "pandas", "sympy", "tensorboard", "torch._dynamo", "torch.distributed.tensor", "torchvision", "timm",
+          "transformers", "wandb"]
 print("imported:", [name for name in unused if name in sys.modules])
 
 # Torch's own way, and after it this project's: both tell the compiler, now that it is there.

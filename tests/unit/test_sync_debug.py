@@ -39,15 +39,6 @@ def mode(monkeypatch):
     yield lambda: state[0]
 
 
-def test_by_hand_the_warning_is_raised_and_the_mode_stays(mode):
-    """What the helper is for."""
-    with pytest.raises(UserWarning, match="prototype feature"):
-        torch.cuda.set_sync_debug_mode("error")
-    assert mode() == 2
-    with pytest.raises(UserWarning, match="prototype feature"):
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("name, number", [("warn", 1), ("error", 2)])
 def test_a_region_has_the_mode_and_ends_without_it(mode, name, number):
     with sync_debug(name):
@@ -79,9 +70,3 @@ def test_waits_are_noted_where_they_happen_and_nothing_else_is(mode):
     assert len(waits) == 3 and all(re.fullmatch(r"test_sync_debug\.py:\d+", wait) for wait in waits)
     assert waits[1] == waits[2] != waits[0]
     assert [str(warning.message) for warning in shown] == ["something else"]
-
-
-def test_the_mode_is_set_in_one_place():
-    files = [path for folder in ("amp_core", "recipes", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")]
-    users = {path.name for path in files if "torch.cuda.set_sync_debug_mode(" in path.read_text()}
-    assert users == {"sync_debug.py", "test_sync_debug.py"}

@@ -49,18 +49,6 @@ def test_a_module_in_a_running_function_loses_its_reducer(alive_at_the_end):
     assert alive == [False] and net.module.weight.grad is not None
 
 
-def test_destroyed_directly_it_keeps_the_reducer(alive_at_the_end):
-    """What the helper is for: from here on freeing the module may hang."""
-    modules, alive = alive_at_the_end
-    net = train(modules)
-    dist.destroy_process_group()
-    assert alive == [True]
-    alive.clear()
-    end_process_group()
-    assert alive == [False]
-    del net
-
-
 def test_modules_of_cycles_and_of_failed_calls_are_freed(alive_at_the_end):
     modules, alive = alive_at_the_end
 
@@ -90,11 +78,6 @@ def test_modules_of_cycles_and_of_failed_calls_are_freed(alive_at_the_end):
 def test_errors_survive_the_way_out_of_a_process(error):
     found = pickle.loads(pickle.dumps(error))
     assert type(found) is type(error) and str(found) == str(error) and vars(found) == vars(error)
-
-
-def test_without_a_group_nothing_happens():
-    assert not dist.is_initialized()
-    end_process_group()
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from running import refused_before_the_start, same_but, state, summary
+from running import refused_before_the_start, state, summary
+from tiers import rows
 from torch import Tensor, nn
 
 import train
@@ -108,23 +110,6 @@ def test_a_language_model_sees_no_later_token(name: str) -> None:
             assert not torch.equal(leaks(text).logits[:, :-1], leaks(changed).logits[:, :-1])
 
 
-@needs_hf
-def test_the_dtype_and_the_padding_of_a_folder_do_not_count() -> None:
-    name = folder("llama", {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64})
-    config = json.loads(Path("llama/config.json").read_text())
-    config |= {"num_attention_heads": 2, "dtype": "bfloat16", "pad_token_id": 10, "vocab_size": 256}
-    Path("llama/config.json").write_text(json.dumps(config))
-
-    def gradient_of_byte_10(net: nn.Module, logits: Any) -> Tensor:
-        logits(torch.full((1, 8), 10)).float().square().sum().backward()
-        return net.get_input_embeddings().weight.grad[10]  # type: ignore[operator]
-
-    ours = build(name, LANGUAGE_MODELS)
-    assert {p.dtype for p in ours.parameters()} == {torch.float32} and gradient_of_byte_10(ours, ours).any()
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("llama"))
-    assert theirs.dtype is torch.bfloat16 and not gradient_of_byte_10(theirs, lambda x: theirs(x).logits).any()
-
-
 @needs_timm
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_convnext"])
 def test_a_unet_on_an_encoder_of_timm_gives_a_mask_for_each_pixel(name: str) -> None:
@@ -139,25 +124,14 @@ def test_a_unet_on_an_encoder_of_timm_gives_a_mask_for_each_pixel(name: str) -> 
     assert not unused  # DDP would wait for them
 
 
-@needs_timm
-@needs_hf
-def test_options_reach_the_network() -> None:
-    assert build("timm:test_resnet", drop_rate=0.25).drop_rate == 0.25
-    assert build("hf:gpt2_tiny", LANGUAGE_MODELS, n_embd=96).config.hidden_size == 96
-    assert build("hf:gpt2_tiny", LANGUAGE_MODELS, hidden_size=96).config.n_embd == 96
-
-
-@pytest.mark.parametrize(
-    "typed, name",
-    [
-        (["model=timm"], "timm:resnet18"),
-        (["model=timm", "model.name=resnet26"], "timm:resnet26"),
-        (["model=timm", "model.name=timm:resnet26"], "timm:resnet26"),
-        (["model=hf", "model.name=/models/llama"], "hf:/models/llama"),
-        (["model=resnet18", "model.name=resnet34"], "resnet34"),
-        (["model.name=timm:resnet26"], "timm:resnet26"),
-    ],
-)
+@pytest.mark.parametrize("typed, name", [
+    (["model=timm"], "timm:resnet18"),
+    (["model=timm", "model.name=resnet26"], "timm:resnet26"),
+    (["model=timm", "model.name=timm:resnet26"], "timm:resnet26"),
+    (["model=hf", "model.name=/models/llama"], "hf:/models/llama"),
+    (["model=resnet18", "model.name=resnet34"], "resnet34"),
+    (["model.name=timm:resnet26"], "timm:resnet26"),
+])  # fmt: skip
 def test_the_group_decides_whose_network_a_name_is(typed: list[str], name: str) -> None:
     assert compose(typed)["model"]["name"] == name
 
@@ -219,27 +193,7 @@ def test_weights_that_transformers_renames_load_from_their_folder() -> None:
 
 
 @needs_hf
-def test_weights_without_the_head_load_by_their_names_in_the_network() -> None:
-    torch.manual_seed(1)
-    body = transformers.GPT2Model(transformers.GPT2Config(**GPT2, vocab_size=256)).eval()
-    torch.save(body.state_dict(), "body.pt")  # wte.weight; in the network transformer.wte.weight
-    ours = build(folder("gpt2"), LANGUAGE_MODELS)
-    load_pretrained(ours, "body.pt")  # the head is tied to the embedding
-    assert torch.equal(ours.transformer(tokens()).last_hidden_state, body(tokens()).last_hidden_state)  # type: ignore[operator]
-
-
-@needs_hf
-@pytest.mark.parametrize(
-    "options, code",
-    [
-        ({}, ""),
-        ({"activation": "gelu"}, "GPT-2 needs model.options.activation=gelu_tanh"),
-        ({"heads": 4}, "n_head=2, expected 4"),
-        ({"bias": False}, "the network has no blocks.0.qkv.bias"),
-    ],
-    ids=str,
-)
-def test_our_gpt_with_the_weights_of_gpt2_gives_its_logits(options: dict[str, Any], code: str) -> None:
+def test_our_gpt_with_the_weights_of_gpt2_gives_its_logits() -> None:
     """In fp32 as near to float64 as transformers' own."""
     torch.manual_seed(1)
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).eval()
@@ -247,11 +201,9 @@ def test_our_gpt_with_the_weights_of_gpt2_gives_its_logits(options: dict[str, An
         param.data += 0.1 * torch.randn_like(param)  # also biases and norms
     theirs.save_pretrained("gpt2")
     form: Any = {"width": 32, "depth": 2, "heads": 2, "positions": "learned", "tied": True, "bias": True}
-    ours = GPT(vocab_size=50257, length=24, **{**form, "activation": "gelu_tanh", **options}).eval()
-    if code:
-        with pytest.raises(ConfigError, match=code):
-            load_pretrained(ours, "gpt2")
-        return
+    with pytest.raises(ConfigError, match=r"GPT-2 needs model.options.activation=gelu_tanh"):
+        load_pretrained(GPT(vocab_size=50257, length=24, **form, activation="gelu"), "gpt2")
+    ours = GPT(vocab_size=50257, length=24, **form, activation="gelu_tanh").eval()
     load_pretrained(ours, "gpt2")
     text = torch.randint(0, 50257, (2, 24))
     expected = theirs.double()(text).logits
@@ -261,6 +213,7 @@ def test_our_gpt_with_the_weights_of_gpt2_gives_its_logits(options: dict[str, An
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA |= {"intermediate_size": 64, "vocab_size": 320}
+LAYOUTS = ["ddp", "fsdp", "hsdp"]
 
 
 @needs_hf
@@ -295,14 +248,6 @@ def test_the_loss_and_its_gradients_are_those_of_transformers_and_in_chunks(conf
 
 
 @needs_hf
-def test_a_head_with_more_than_a_linear_layer_has_no_loss_in_chunks() -> None:
-    name = folder("gemma", LLAMA | {"model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 16})
-    net = build_model(name, LANGUAGE_MODELS, options={}, vocab_size=320, length=24)
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM computes more than a linear layer"):
-        _ = net.head
-
-
-@needs_hf
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_blocks_of_transformers_recompute_the_same_bits(config: dict[str, Any]) -> None:
     nets = [build(folder(path, config | {"vocab_size": 256}), LANGUAGE_MODELS) for path in "ab"]
@@ -332,8 +277,7 @@ def test_default_targets_are_the_linear_layers_of_the_blocks_and_merge(config: d
 
 
 @needs_hf
-@pytest.mark.parametrize("adapter", ["lora", "none"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("adapter, layout", rows(itertools.product(["lora", "none"], LAYOUTS), ("lora", "fsdp")))
 def test_a_fine_tune_over_ranks_equals_that_of_one(adapter: str, layout: str) -> None:
     """With SGD, updates are gradients: two ranks add in another order, of at most 2^10 numbers, in fp32."""
     torch.manual_seed(1)
@@ -364,9 +308,7 @@ def test_a_run_starts_from_the_folder_of_its_network(capsys: pytest.CaptureFixtu
 
 
 @needs_hf
-def test_adapters_are_trained_on_the_weights_of_a_folder_and_merged_into_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_adapters_are_trained_on_the_weights_of_a_folder_and_merged_into_them(capsys):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     torch.manual_seed(1)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256)).save_pretrained("theirs")
@@ -384,14 +326,6 @@ def test_adapters_are_trained_on_the_weights_of_a_folder_and_merged_into_them(
     # Printed with four digits after the point.
     assert abs(told[0] - found["base_loss"]) < 1e-4 and abs(told[1] - found["loss"]) < 1e-4
     assert abs(found["base_loss"] - found["loss"]) > 1e-3
-
-
-@needs_hf
-def test_an_adapter_of_a_tied_weight_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """GPT-2's head is its embedding: merged, the adapter of the one would change the other."""
-    tied = ["recipe=finetuning", "model=hf", "model.options.n_layer=1", 'recipe.targets=["lm_head"]', "steps=1"]
-    assert train.main([*SMALL, *tied, "data.num_samples=32", "data.length=24", "run_dir=run"]) == 2
-    assert "lm_head shares its weight with another layer" in capsys.readouterr().err and not Path("run").exists()
 
 
 def test_torchvisions_own_weights_come_from_its_cache_or_are_refused(monkeypatch: Any, capsys: Any) -> None:
@@ -422,6 +356,8 @@ def test_a_missing_package_is_named_with_its_extra(library: str, package: str, m
     refused_before_the_start([f"model={library}", "model.name=vit_tiny"], expected, capsys)
 
 
+LONG = ["recipe=language_model", "data.num_samples=32", "data.length=32", "model=hf"]
+TIED = ["recipe=finetuning", "model=hf", "model.options.n_layer=1", 'recipe.targets=["lm_head"]', *LONG[1:3]]
 REFUSED = {
     "timm": [
         (["model=timm", "model.name=resnt18"], "no such model. Did you mean resnet18?"),
@@ -446,7 +382,8 @@ REFUSED = {
         (["recipe=language_model", "model=hf", "model.options.vocab_size=9"], "follows the data set"),
         (["recipe=language_model", "model=hf", "model.options.n_head=7"], "cannot be built with n_head=7"),
         (["recipe=language_model", "model=hf", "recipe.eval_offset=8"], "recipe.eval_offset=8: needs model=gpt"),
-        (["recipe=language_model", "model=hf", "recipe.eval_offset=8"], "recipe.eval_offset=8: needs model=gpt"),
+        ([*LONG, "model.options.n_positions=16"], "data.length=32: model.name=hf:gpt2_tiny has 16 positions"),
+        (TIED, "lm_head shares its weight with another layer"),  # merged, its adapter would change the embedding
         (["recipe=language_model", "model=hf", "model.weights=default"], "has no weights of its own"),
     ],
 }
@@ -455,9 +392,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     "library, arguments, expected", [(library, *row) for library, found in REFUSED.items() for row in found]
 )
-def test_what_a_library_cannot_do_is_refused_before_the_start(
-    library: str, arguments: list[str], expected: str, capsys: Any
-) -> None:
+def test_what_a_library_cannot_do_is_refused_before_the_start(library, arguments, expected, capsys):
     pytest.importorskip(library)
     refused_before_the_start(arguments, expected, capsys)
 
@@ -493,14 +428,6 @@ def test_a_network_without_a_classifier_is_refused() -> None:
 
 
 @needs_hf
-def test_text_longer_than_the_positions_is_refused_and_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL, "recipe=language_model", "data.num_samples=32", "model=hf", "steps=1", "run_dir=run"]
-    assert train.main([*arguments, "data.length=32", "model.options.n_positions=16"]) == 2
-    assert "data.length=32: model.name=hf:gpt2_tiny has 16 positions" in capsys.readouterr().err
-    assert not Path("run").exists()
-
-
-@needs_hf
 @pytest.mark.parametrize("damage", ["cut", "of another shape"])
 def test_damaged_weights_and_those_of_another_shape_leave_no_folder(damage: str, capsys: Any) -> None:
     vocab_size = 256 if damage == "cut" else 300
@@ -513,33 +440,6 @@ def test_damaged_weights_and_those_of_another_shape_leave_no_folder(damage: str,
     error = capsys.readouterr().err
     found = "cannot be read as tensors" if damage == "cut" else "is float32 (300, 32), expected float32 (256, 32)"
     assert found in error and error.count("error:") == 1 and not Path("run").exists(), error
-
-
-# --- runs -------------------------------------------------------------------------------------------------------------
-
-RUNS = {
-    "classification": [*PICTURES, "model=timm", "model.name=test_resnet", "amp=fp16", "accumulation=2", "clip=norm"],
-    "classification of hf": [*PICTURES, "model=hf", "model.name=vit_tiny", "ema.decay=0.9"],
-    "segmentation": [*SMALL, "data.num_samples=48", "data.image_size=32", "model=timm", "model.name=test_convnext"],
-    "language_model": [*SMALL, "data.num_samples=64", "data.length=32", "recipe.sample_tokens=4", "model=hf"],
-    "distillation": [
-        *(*PICTURES, "model=timm", "model.name=test_vit", "recipe.teacher_model=hf:vit_tiny"),
-        "recipe.teacher_steps=1",
-    ],
-}
-
-
-@needs_timm
-@needs_hf
-@pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
-def test_a_resumed_run_is_the_run(run: str) -> None:
-    arguments = [f"recipe={run.partition(' ')[0]}", *RUNS[run], "schedule.horizon=4"]
-    assert train.main([*arguments, "steps=4", "run_dir=whole"]) == 0
-    assert train.main([*arguments, "steps=2", "run_dir=parts"]) == 0
-    assert train.main([*arguments, "steps=4", "run_dir=parts"]) == 0
-    assert summary("whole")["status"] == "finished" and not same_but(state("whole"), state("parts"))
-    assert summary("whole")["eval"] == summary("parts")["eval"]
 
 
 @needs_timm

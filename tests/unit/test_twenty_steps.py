@@ -8,9 +8,6 @@ the distance that results, as three standard deviations. True rounding errors ar
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,17 +135,3 @@ def test_the_bound_sees_that_steps_are_lost(mode: str, optimizer: str) -> None:
     """One of the 20; in the modes of the fewest digits every other."""
     lost = tuple(range(1, 20, 2)) if mode in ("bf16_pure", "fp8") else (10,)
     assert distance("cpu", mode, optimizer, lost) > 1
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_run_of_one_replica_is_captured_and_ends_by_itself(tmp_path: Path) -> None:
-    """A process group, a graph with its collectives, and the end of both; killed with the test, should the end hang."""
-    command = [sys.executable, str(ROOT / "train.py"), "layout=ddp", "layout.nproc_per_node=1", "perf=graph"]
-    command += ["data=synthetic", "data.num_samples=64", "data.image_size=16", "batch_size=16", "steps=20"]
-    command += ["device=cuda", "log.progress=false", f"run_dir={tmp_path}/run"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=45)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "finished"
-    said = [line for line in (tmp_path / "run/train.log").read_text().splitlines() if "perf.graph" in line]
-    assert said and " INFO " in said[-1], said

@@ -72,13 +72,6 @@ def test_a_fused_step_waits_never(mode: str, clip: Any) -> None:
             assert [waits(training.window) for _ in range(3)] == [0, 0, 0]
 
 
-@clips
-@pytest.mark.parametrize("mode", ["fp32", "fp16"])
-def test_an_unfused_sgd_waits_once(mode: str, clip: Any) -> None:
-    training = Training(mode, lambda p: SGD(p, lr=0.1, momentum=0.9), clip, 4)
-    assert [waits(training.window) for _ in range(3)] == [1, 1, 1]
-
-
 def test_several_optimizers_and_a_separate_unscale_wait_never_either() -> None:
     nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
     amp, optimizers = Amp.named("fp16"), [AdamW(net.parameters(), fused=True) for net in nets]
