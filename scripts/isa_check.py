@@ -47,7 +47,7 @@ WIDTHS = {"default": "SSE4_2", "avx2": "AVX2", "avx512": "AVX512"}
 MACHINES = {"SSE41": "default", "AVX2": "avx2"}
 """The widest vectors of a CPU that ends at this level; the others have AVX-512."""
 
-UNIT = "clip float8 fused losses moments precision right_and_wrong schedule_ema"
+UNIT = "clip fused losses moments precision products right_and_wrong schedule_ema"
 RECIPES = "contrastive custom_function gan partial_fc"
 TESTS = [f"tests/unit/test_{name}.py" for name in UNIT.split()]
 TESTS += [f"tests/recipes/test_{name}.py" for name in RECIPES.split()]
