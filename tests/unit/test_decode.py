@@ -341,7 +341,7 @@ def test_thin_pictures_take_the_memory_of_their_pixels(own_folder: Path) -> None
     for height, width in SHAPES:
         Image.new("L", (width, height)).save(f"{height}.png")
     Image.new("L", (250, 250)).save("warm.png")
-    peak = int(Forked(read_thin_pictures).communicate(60)[0].splitlines()[-1])
+    peak = int(Forked(read_thin_pictures).communicate(280)[0].splitlines()[-1])
     # Per pixel 1 byte as stored, 4 of RGB, 4 of RGB squeezed on one side, 7 of a mask in 8, 16 and 32 bits; per row two
     # pointers of Pillow's each time; what is scaled: THIN times 256 x 256 pixels of 4 bytes, rows and columns; and 16
     # MiB for what else is allocated.
