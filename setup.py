@@ -11,7 +11,9 @@ SCRIPTS = ("doctor", "export", "report", "runs")
 
 setup(
     packages=[
-        *find_packages(include=["amp_core", "amp_core.*", "amp_tools", "amp_tools.*", "recipes", "recipes.*"]),
+        *find_packages(
+            include=["amp_core", "amp_core.*", "amp_plugins", "amp_tools", "amp_tools.*", "recipes", "recipes.*"]
+        ),
         *find_namespace_packages(include=["hydra_plugins.*"]),
         "amp_core.conf",
     ],

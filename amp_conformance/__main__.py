@@ -30,7 +30,8 @@ TRAINERS = {
     "timm": "timm:Timm",
     "ignite": "ignite:Ignite",
 }
-"""Names on the command line -> modules of `amp_conformance.trainers` and classes."""
+"""Names on the command line -> modules of `amp_conformance.trainers` and classes. `NAME+`: with its plugin."""
+PLUGGED = ("textbook+", "accelerate+", "fabric+", "lightning+", "huggingface+", "timm+", "ignite+")
 REPRODUCE = 'python -m amp_conformance --trainer NAME --check "CHECK"'
 BEGIN, END = "<!-- begin of the table -->", "<!-- end of the table -->"
 MARKS = {"passed": "yes", "failed": "**no**", "error": "**error**", "hung": "**hung**", "not offered": "-"}
@@ -50,11 +51,14 @@ def load(name: str) -> Trainer:
     Raises:
         ValueError: it cannot be made, or has no `run`.
     """
-    module, _, cls = TRAINERS.get(name, name).rpartition(":")
-    if name in TRAINERS:
-        module = f"amp_conformance.trainers.{module}"
+    plain = name.removesuffix("+")
+    module, _, cls = TRAINERS.get(plain, name).rpartition(":")
     try:
-        trainer = getattr(importlib.import_module(module), cls)()
+        if plain != name and plain in TRAINERS:
+            trainer = importlib.import_module("amp_conformance.trainers.plugged").plugged(module, cls)()
+        else:
+            inside = f"amp_conformance.trainers.{module}" if name in TRAINERS else module
+            trainer = getattr(importlib.import_module(inside), cls)()
         missing = [name for name in ("run", *Trainer.__annotations__) if not hasattr(trainer, name)]
         if missing:
             raise TypeError(f"{cls} has no {', '.join(missing)}; see amp_conformance.Trainer")
@@ -105,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, "")  # for module:Class of the current folder
     if flags.write and flags.check:
         parser.error("--write needs all checks; leave out --check")
-    installed = [name for name in TRAINERS if flags.trainer or _is_installed(name)]
+    installed = [name for name in (*TRAINERS, *PLUGGED) if flags.trainer or _is_installed(name)]
     seed = random.SystemRandom().randrange(2**31) if flags.seed is None else flags.seed  # one for all, to compare
     rows = []
     for name in flags.trainer or installed:

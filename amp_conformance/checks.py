@@ -7,13 +7,14 @@ fp16, bf16 and fp32 on any processor, and are computed in float64 beside the tra
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_conformance.networks import (
@@ -24,12 +25,14 @@ from amp_conformance.networks import (
     WithIsland,
     apart,
     filled,
+    fused,
     halving,
     mean,
     mean_loss,
     numbers,
     penalty,
     sgd,
+    with_constant,
     with_momentum,
 )
 from amp_conformance.task import Batch, NotOffered, Task, Trainer, View
@@ -69,14 +72,29 @@ CHECKS: dict[str, Check] = {}
 EXACT = "exact: small integers, powers of two"
 
 
-def check(group: str, wrong: str, trap: str, bound: str = EXACT, ranks: int = 1) -> Callable[..., None]:
-    """Register a function as a check; underscores in its name become spaces."""
+def check(
+    group: str, wrong: str, trap: str, bound: str = EXACT, ranks: int = 1, *, also_fused: bool = False
+) -> Callable[..., None]:
+    """Register a function as a check; underscores in its name become spaces.
+
+    `also_fused`: once more with fused optimizers, which decide on the device whether to step: a trainer that looks for
+    the call of `step` takes a skipped one for a taken one.
+    """
 
     def register(function: Callable[[Trainer, random.Random], None]) -> None:
         name = function.__name__.replace("_", " ")
         CHECKS[name] = Check(name, group, wrong, trap, bound, ranks, function)
+        if also_fused:
+            run = functools.partial(_with_fused, function)
+            CHECKS[f"{name}, fused"] = Check(f"{name}, fused", group, wrong, trap, bound, ranks, run)
 
     return register
+
+
+def _with_fused(function: Callable[[Trainer, random.Random], None], trainer: Trainer, draw: random.Random) -> None:
+    twin = copy.copy(trainer)
+    twin.run = lambda task, after: trainer.run(task.but(optimizers=fused(task.optimizers)), after)  # type: ignore[method-assign]
+    function(twin, draw)
 
 
 @dataclass
@@ -194,7 +212,7 @@ def _clip(trainer: Trainer, draw: random.Random, mode: str) -> None:
 CLIPPED = "relative 1e-6 / norm (what torch adds to the norm) and 4 roundings of fp32"
 
 
-@check("windows", "Scaled gradients are clipped: every update is far too small.", "clipping", CLIPPED)
+@check("windows", "Scaled gradients are clipped: every update is far too small.", "clipping", CLIPPED, also_fused=True)
 def gradients_are_unscaled_before_they_are_clipped(trainer: Trainer, draw: random.Random) -> None:
     _clip(trainer, draw, "fp16")
 
@@ -204,7 +222,7 @@ def fp32_is_clipped_as_well(trainer: Trainer, draw: random.Random) -> None:
     _clip(trainer, draw, "fp32")
 
 
-@check("windows", "Parts of a window are clipped instead of its gradient: another direction.", "clipping")
+@check("windows", "Parts of a window are clipped: another direction.", "clipping", also_fused=True)
 def a_whole_window_is_clipped(trainer: Trainer, draw: random.Random) -> None:
     large, largest = float(draw.randint(4, 7)), 2.0
     epoch = [filled(large), filled(2.0 - large)]
@@ -334,7 +352,7 @@ def penalties_see_unscaled_gradients(trainer: Trainer, draw: random.Random) -> N
 # --- skipped steps ----------------------------------------------------------------------------------------------------
 
 
-@check("skipped steps", "One overflow spoils weights or momentum.", "step")
+@check("skipped steps", "One overflow spoils weights or momentum.", "step", also_fused=True)
 def a_skipped_step_leaves_weights_and_momentum(trainer: Trainer, draw: random.Random) -> None:
     first, last = numbers(draw), numbers(draw)
     task = line([first], [filled(BAD)], [last], mode="fp16").but(optimizers=with_momentum)
@@ -355,7 +373,7 @@ def a_bad_micro_batch_skips_its_whole_window(trainer: Trainer, draw: random.Rand
         expect("the weight after the next window", seen[1].weight, -mean(*good))
 
 
-@check("skipped steps", "The learning rate decays without steps; warm-ups end too early.", "step")
+@check("skipped steps", "The learning rate decays without steps; warm-ups end too early.", "step", also_fused=True)
 def the_schedule_ignores_skipped_steps(trainer: Trainer, draw: random.Random) -> None:
     bad = set(draw.sample(range(5), 2))
     epoch = [filled(BAD) if i in bad else numbers(draw) for i in range(5)]
@@ -363,7 +381,7 @@ def the_schedule_ignores_skipped_steps(trainer: Trainer, draw: random.Random) ->
     expect("the learning rate after 5 windows, 2 of them skipped", seen.rates[0], 0.5**3)
 
 
-@check("skipped steps", "The average moves although the weights did not.", "step")
+@check("skipped steps", "The average moves although the weights did not.", "step", also_fused=True)
 def the_average_ignores_skipped_steps(trainer: Trainer, draw: random.Random) -> None:
     seen = follow(trainer, line([numbers(draw)], [numbers(draw)], [filled(BAD)], mode="fp16", ema=0.5))
     assert seen[1].ema is not None and seen[2].ema is not None
@@ -371,7 +389,7 @@ def the_average_ignores_skipped_steps(trainer: Trainer, draw: random.Random) -> 
     expect("the average after a skipped step", after, before)
 
 
-@check("skipped steps", "One overflow leaves inf in running statistics: evaluation is NaN.", "step")
+@check("skipped steps", "One overflow leaves inf in running statistics: evaluation is NaN.", "step", also_fused=True)
 def running_statistics_survive_a_skipped_step(trainer: Trainer, draw: random.Random) -> None:
     task = Task(Normed, mean_loss, sgd, [[numbers(draw, size=4)], [filled(6e4, size=4)]], mode="fp16", init_scale=SCALE)
     seen = follow(trainer, task)
@@ -379,20 +397,39 @@ def running_statistics_survive_a_skipped_step(trainer: Trainer, draw: random.Ran
         expect(f"{name} after an overflow", float(seen[1].state[name]), float(seen[0].state[name]))
 
 
-def _stays_finite(trainer: Trainer, draw: random.Random, mode: str, clip: float | None) -> None:
-    first, last = numbers(draw), numbers(draw)
-    nets: list[Line] = []
-    seen: list[Seen] = []
+@check("skipped steps", "Statistics go back to those of an older window, or stay those of a skipped one.", "step")
+def running_statistics_survive_between_windows_that_nobody_looks_at(trainer: Trainer, draw: random.Random) -> None:
+    good = [numbers(draw, size=4) for _ in range(4)]
+    bad = [numbers(draw, size=4), filled(6e4, size=4)]
+    draw.shuffle(bad)
+    names = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+    task = Task(Normed, mean_loss, sgd, [[*good[:2], *bad, *good[2:]]], mode="fp16", init_scale=SCALE, accumulation=2)
+    (seen,), (right,) = follow(trainer, task), follow(trainer, task.but(epochs=[good]))
+    for name in names:  # those of the run that never saw the bad window
+        expect(
+            f"{name} after windows of which the second was skipped", float(seen.state[name]), float(right.state[name])
+        )
 
-    def net() -> Line:
-        nets.append(Line())
+
+def _stays_finite(
+    trainer: Trainer, draw: random.Random, mode: str, clip: float | None, bad: Batch | None = None, **changes: object
+) -> None:
+    first, last = numbers(draw), numbers(draw)
+    nets: list[nn.Module] = []
+    seen: list[Seen] = []
+    bad = filled(math.nan) if bad is None else bad
+    task = line([first], [bad], [last], mode=mode, clip=clip).but(**changes)
+    make = task.net
+
+    def net() -> nn.Module:
+        nets.append(make())
         return nets[-1]
 
-    task = line([first], [filled(math.nan)], [last], mode=mode, clip=clip).but(net=net)
+    task = task.but(net=net)
     try:
         trainer.run(task, lambda view: seen.append(see(view)))
     except Exception:
-        if len(seen) == 1 and float(nets[-1].weight) == seen[0].weight == -mean(first):
+        if len(seen) == 1 and float(nets[-1].weight) == seen[0].weight == -mean(first):  # type: ignore[arg-type]
             return  # reported before the step
         raise
     expect("the weight after a NaN", seen[1].weight, seen[0].weight)
@@ -402,16 +439,40 @@ def _stays_finite(trainer: Trainer, draw: random.Random, mode: str, clip: float 
 NAN = "exact; an error before the step passes, too"
 
 
-@check("skipped steps", "One bad sample in fp32 makes every weight NaN.", "step", NAN)
+@check("skipped steps", "One bad sample in fp32 makes every weight NaN.", "step", NAN, also_fused=True)
 def a_nan_in_fp32_reaches_no_weight(trainer: Trainer, draw: random.Random) -> None:
     _stays_finite(trainer, draw, "fp32", None)
 
 
-@check("skipped steps", "One bad sample in bf16, where no loss scaler looks, makes every weight NaN.", "ranges", NAN)
+@check(
+    "skipped steps",
+    "One bad sample in bf16, without a loss scaler, makes every weight NaN.",
+    "ranges",
+    NAN,
+    also_fused=True,
+)
 def a_nan_in_bf16_reaches_no_weight(trainer: Trainer, draw: random.Random) -> None:
     _stays_finite(trainer, draw, "bf16", None)
 
 
-@check("skipped steps", "Clipping divides by a norm that is NaN, and spreads it to all weights.", "step", NAN)
+@check(
+    "skipped steps",
+    "Clipping divides by a norm that is NaN: so is every weight.",
+    "step",
+    NAN,
+    also_fused=True,
+)
 def a_nan_that_is_clipped_reaches_no_weight(trainer: Trainer, draw: random.Random) -> None:
     _stays_finite(trainer, draw, "bf16", 100.0)
+
+
+@check("skipped steps", "Weights of 16 bits, which no loss scaler takes, become NaN.", "ranges", NAN)
+def a_nan_reaches_no_weight_of_16_bits(trainer: Trainer, draw: random.Random) -> None:
+    _stays_finite(trainer, draw, "bf16", None, net=lambda: Line().bfloat16())
+
+
+@check("skipped steps", "A loss that is NaN, but not its gradients, is trained on.", "step", NAN)
+def a_loss_that_is_not_finite_skips_its_window(trainer: Trainer, draw: random.Random) -> None:
+    x, y = numbers(draw)
+    for mode in ("fp16", "bf16"):  # such as behind detach() or where(): the gradients are those of the other terms
+        _stays_finite(trainer, draw, mode, None, bad=(x, torch.full_like(y, math.nan)), loss=with_constant)

@@ -11,12 +11,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_conformance.checks import BAD, SCALE, Failed, Seen, check, expect, follow, line, scale_of, see
 from amp_conformance.networks import (
     Line,
+    Rows,
     Two,
     apart,
     filled,
@@ -28,7 +30,7 @@ from amp_conformance.networks import (
     sgd,
     with_momentum,
 )
-from amp_conformance.task import Batch, NotOffered, Task, Trainer, View, same
+from amp_conformance.task import Batch, NotOffered, Task, Trainer, View, same, whole
 
 KILLED = "exact; killed at 12 random points, one in each twelfth of the calls of functions that a save makes"
 
@@ -329,6 +331,22 @@ def processes_agree_when_only_one_overflows(trainer: Trainer, draw: random.Rando
         for what, numbers_seen in seen.items():
             if len(set(numbers_seen)) > 1 and not all(map(math.isnan, numbers_seen)):
                 raise Failed(f"the {what} is {numbers_seen[0]:.6g} on rank 0 and {numbers_seen[1]:.6g} on rank 1")
+
+
+@check("processes", "Shards: one process skips what the others step, or takes the infinity in.", "processes", ranks=2)
+def shards_skip_together_when_one_overflows(trainer: Trainer, draw: random.Random) -> None:
+    (x, y), column = numbers(draw, width=2), draw.randrange(2)
+    x[:, column] = BAD if _rank() == draw.randrange(2) else 1.0  # in the row of one shard
+    good = [numbers(draw, width=2) for _ in range(2)]
+    task = Task(Rows, mean_loss, sgd, [[(x, y)], [good[_rank()]]], mode="fp16", init_scale=SCALE, ranks=2, sharded=True)
+    seen: list[tuple[list[float], float | None]] = []
+    trainer.run(task, lambda view: seen.append((whole(view.net.weight).flatten().tolist(), view.scale)))  # type: ignore[arg-type]
+    right = [-float(torch.cat([x for x, _ in good])[:, i].double().mean()) for i in (0, 1)]
+    for row in (0, 1):
+        expect(f"weight {row} after an overflow in the shard of rank {column}", seen[0][0][row], 0.0)
+        expect(f"weight {row} after the next window", seen[1][0][row], right[row])
+    if seen[0][1] is not None:
+        _expect_on_ranks("the loss scale after it", _on_all(seen[0][1]), SCALE / 2)
 
 
 @check("processes", "A process with few samples or tokens counts as much as one with many.", "accumulation", ranks=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -49,6 +49,18 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, 1] -> [B, 1]"""
         return self.norm(self.first(x))
+
+
+class Rows(nn.Module):
+    """Two weights, of the two columns of x, as the rows of one matrix: with two shards each process has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 2] -> [B, 1]"""
+        return x @ self.weight
 
 
 class Bag(nn.Module):
@@ -110,6 +122,11 @@ def mean_loss(net: nn.Module, batch: Batch, grad: object = None) -> Tensor:
     return net(batch[0]).float().mean()
 
 
+def with_constant(net: nn.Module, batch: Batch, grad: object = None) -> Tensor:
+    """`mean_loss` plus the mean of the targets: a number without a gradient."""
+    return mean_loss(net, batch) + batch[1].mean()
+
+
 def penalty(net: nn.Module, batch: Batch, grad: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """The mean square of 2^-7 times the slopes, taken of outputs times 2^-26: slopes that fp16 holds only if scaled."""
     x = batch[0].clone().requires_grad_()
@@ -129,6 +146,16 @@ def with_momentum(net: nn.Module) -> list[Optimizer]:
 def one_for_each(net: nn.Module) -> list[Optimizer]:
     """An optimizer for each child."""
     return [SGD(child.parameters(), lr=1.0) for child in net.children()]
+
+
+def fused(make: Callable[[nn.Module], Sequence[Optimizer]]) -> Callable[[nn.Module], list[Optimizer]]:
+    """The same optimizers, each as one kernel that is told on the device whether to step."""
+
+    def made(net: nn.Module) -> list[Optimizer]:
+        groups = [(each, [{"params": group["params"]} for group in each.param_groups]) for each in make(net)]
+        return [type(each)(parts, **each.defaults | {"fused": True}) for each, parts in groups]  # type: ignore[call-arg]
+
+    return made
 
 
 def halving(optimizer: Optimizer) -> LambdaLR:

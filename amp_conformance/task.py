@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -54,6 +55,7 @@ class Task:
             on within that epoch it must know by itself.
         ranks: processes of the group that the trainer joins; this process is one of them (RANK, WORLD_SIZE,
             MASTER_ADDR and MASTER_PORT are set; the backend is gloo).
+        sharded: each of the `ranks` keeps a shard of the weights: `shard(net)` in place of DistributedDataParallel.
     """
 
     net: Callable[[], nn.Module]
@@ -74,6 +76,7 @@ class Task:
     load: Path | None = None
     done: int = 0
     ranks: int = 1
+    sharded: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,7 +107,7 @@ class Task:
         Args:
             who: the trainer.
             offered: False by the names `several`, `accumulation`, `clip`, `schedule`, `ema`, `max_scale`, `weighted`,
-                `load`, `ranks`, `penalty`, `every`.
+                `load`, `ranks`, `sharded`, `penalty`, `every`.
 
         Raises:
             NotOffered: with the first of them.
@@ -119,11 +122,12 @@ class Task:
             "weighted": self.weighted,
             "load": self.load is not None,
             "ranks": self.ranks > 1,
+            "sharded": self.sharded,
             "penalty": self.penalty,
             "every": self.every > 0,
         }
         names = {"several": "several optimizers", "max_scale": "a largest loss scale", "weighted": "sample weights"}
-        names |= {"penalty": "gradients within the loss", "every": "going on within an epoch"}
+        names |= {"sharded": "FSDP2", "penalty": "gradients within the loss", "every": "going on within an epoch"}
         for name, is_offered in offered.items():
             if asked[name] and not is_offered:
                 raise NotOffered(f"{who}: {names.get(name, name)}")
@@ -207,6 +211,22 @@ def inner_gradient(scaler: torch.amp.GradScaler | None) -> Callable[[Tensor, Ten
             return torch.autograd.grad(output.float().sum() * scale, inputs, create_graph=True)[0].float() / scale
 
     return grad
+
+
+def over_ranks(task: Task, net: nn.Module) -> nn.Module:
+    """The network as torch trains it on the ranks of a task: with DistributedDataParallel, with FSDP2, or alone."""
+    if task.sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard(net, mesh=init_device_mesh("cpu", (task.ranks,)))  # type: ignore[return-value]
+    return DistributedDataParallel(net) if task.ranks > 1 else net
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor of which each process has a shard. Collective."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()  # type: ignore[no-any-return]
 
 
 def plain(net: nn.Module) -> nn.Module:

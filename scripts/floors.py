@@ -3,7 +3,7 @@
     python scripts/floors.py                                     # the tables
 
 A floor imports only from those above it; models, data and heads only from config, tensors and lowp; doctor and cli not
-from each other; nothing in amp_core imports amp_tools. No two modules import each other, by whatever way.
+from each other; nothing in amp_core imports amp_tools or amp_plugins. No two modules import each other.
 `tests/unit/test_floors.py` holds this and the limits below.
 """
 
@@ -23,11 +23,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (10_825, "base lowp step memory layouts checkpoints heads"),
+    "library": (10_853, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
     "program": (15_576, "config run cli data models train.py"),
     "amp_tools": (4_373, "amp_tools"),
     "scripts": (5_333, "scripts"),
+    "amp_plugins": (660, "amp_plugins"),
     "amp_conformance": (2_460, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
@@ -183,7 +184,17 @@ def lines_below(name: str) -> int:
 
 
 def tests_to_code() -> float:
-    others = ("amp_core", "amp_tools", "amp_conformance", "recipes", "scripts", "hydra_plugins", "docs", "train.py")
+    others = (
+        "amp_core",
+        "amp_plugins",
+        "amp_tools",
+        "amp_conformance",
+        "recipes",
+        "scripts",
+        "hydra_plugins",
+        "docs",
+        "train.py",
+    )
     return lines_below("tests") / sum(map(lines_below, others))
 
 

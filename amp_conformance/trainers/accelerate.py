@@ -42,9 +42,17 @@ class Accelerate:
     )
     documentation = "https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation"
 
+    bounded = False
+
+    def scale(self, accelerator: Accelerator, task: Task) -> None:
+        """Give it a scaler in fp16."""
+        if task.mode == "fp16":
+            policy = {"growth_interval": task.growth_interval}
+            accelerator.scaler = torch.amp.GradScaler("cpu", task.init_scale, **policy)  # type: ignore[attr-defined, arg-type]
+
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        task.require(self.name, max_scale=False)
+        task.require(self.name, max_scale=self.bounded, sharded=False)
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
         accelerator = Accelerator(  # pyright: ignore[reportCallIssue]
@@ -54,9 +62,7 @@ class Accelerate:
         )
         if task.mode == "fp16":
             accelerator.state._mixed_precision = "fp16"
-            accelerator.scaler = torch.amp.GradScaler(  # type: ignore[attr-defined]
-                "cpu", task.init_scale, growth_interval=task.growth_interval
-            )
+        self.scale(accelerator, task)
         net = task.net()
         optimizers = task.optimizers(net)
         schedules = [task.schedule(optimizer) for optimizer in optimizers] if task.schedule else []
@@ -83,7 +89,7 @@ class Accelerate:
             first, num_windows = position.made * task.accumulation, len(task.windows(epoch))
             for i, batch in enumerate(skip_first_batches(loader, first) if first else loader, first):
                 with accelerator.accumulate(model):
-                    loss = task.loss(model, batch, inner_gradient(accelerator.scaler))
+                    loss = task.loss(model, batch, inner_gradient(accelerator.scaler if task.mode == "fp16" else None))
                     if i % task.accumulation == 0:
                         window = task.windows(epoch)[i // task.accumulation]
                         counts = torch.tensor([float(len(x)) if task.weighted else 1.0 for x, _ in window])
@@ -103,5 +109,6 @@ class Accelerate:
                         each.zero_grad()
                     if accelerator.sync_gradients and task.is_due(epoch, i // task.accumulation + 1):
                         position.made = (i // task.accumulation + 1) % num_windows
-                        scale = None if accelerator.scaler is None else accelerator.scaler.get_scale()
+                        scaler: Any = accelerator.scaler
+                        scale = scaler.get_scale() if task.mode == "fp16" else None
                         after(View(net, optimizers, scale, None if ema is None else ema.module, evaluator(model), save))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from amp_conformance.task import Batch, Task, View, Window, evaluator
+from amp_conformance.task import Batch, Task, View, Window, evaluator, over_ranks, whole
 
 
 class ByHand:
@@ -36,7 +36,7 @@ class ByHand:
         if task.ranks > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         self.net = task.net()
-        self.model: nn.Module = DistributedDataParallel(self.net) if task.ranks > 1 else self.net
+        self.model = over_ranks(task, self.net)
         self.optimizers = task.optimizers(self.net)
         self.schedules = [task.schedule(each) for each in self.optimizers] if task.schedule else []
         self.ema = copy.deepcopy(self.net) if task.ema is not None else None
@@ -58,7 +58,8 @@ class ByHand:
 
     def window(self, window: Window) -> None:
         """One optimizer step."""
-        buffers = [buffer.clone() for buffer in self.net.buffers()]
+        buffers = self.snapshot()
+        self.losses = torch.zeros(())
         for batch, weight in zip(window, self.weights(window), strict=True):
             self.backward(batch, weight, is_last=batch is window[-1])
         taken = [self.finish(optimizer) for optimizer in self.optimizers]
@@ -85,6 +86,7 @@ class ByHand:
             self.model.require_backward_grad_sync = is_last
         with self.autocast():
             loss = self.task.loss(self.model, batch, self.grad)
+        self.losses = self.losses + loss.detach().float()
         (loss.float() * weight * self.scale).backward()
 
     def grad(self, output: Tensor, inputs: Tensor) -> Tensor:
@@ -116,9 +118,10 @@ class ByHand:
                 param.grad = param.grad / self.scale
 
     def norm(self, params: Sequence[Tensor]) -> float:
-        """The global L2 norm of the gradients; not finite if one of them is not."""
+        """The global L2 norm of the gradients; not finite if one of them is not, or a loss of the window."""
         grads = [p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
-        return math.hypot(*(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) for grad in grads))
+        norms = [torch.linalg.vector_norm(whole(grad), dtype=torch.float64) for grad in grads]
+        return float(torch.linalg.vector_norm(torch.stack(norms)) + 0 * self.losses)  # 0 times inf is NaN
 
     def agree(self, is_finite: bool) -> bool:
         """Whether the gradients are finite on every rank."""
@@ -154,6 +157,10 @@ class ByHand:
                 schedule.step()
         if self.ema is not None and self.task.ema is not None and all(taken):
             self.average(self.ema, self.task.ema)
+
+    def snapshot(self) -> list[Tensor]:
+        """Running statistics before a window."""
+        return [buffer.clone() for buffer in self.net.buffers()]
 
     def restore(self, buffers: Sequence[Tensor]) -> None:
         """Take back what the forward passes of a skipped window did to running statistics."""

@@ -17,6 +17,9 @@ from amp_conformance.task import Task, View, evaluator, inner_gradient
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
 
+NAMES = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
 class Fabric:
     """Fabric in a custom loop."""
 
@@ -29,15 +32,20 @@ class Fabric:
     )
     documentation = "https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html"
 
-    def run(self, task: Task, after: Callable[[View], None]) -> None:
-        """See `task.Trainer`."""
-        task.require(self.name, max_scale=False, schedule=False, ema=False)
-        plugins, scaler = [], None
+    bounded = False
+
+    def plugin(self, task: Task) -> Any:
+        """The precision of a task; None: fp32."""
+        scaler = None
         if task.mode == "fp16":
             scaler = torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
-        if task.mode != "fp32":
-            names = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
-            plugins.append(MixedPrecision(names[task.mode], "cpu", scaler))  # type: ignore[arg-type]
+        return None if task.mode == "fp32" else MixedPrecision(NAMES[task.mode], "cpu", scaler)  # type: ignore[arg-type]
+
+    def run(self, task: Task, after: Callable[[View], None]) -> None:
+        """See `task.Trainer`."""
+        task.require(self.name, max_scale=self.bounded, schedule=False, ema=False, sharded=False)
+        plugin = self.plugin(task)
+        plugins, scaler = [] if plugin is None else [plugin], getattr(plugin, "scaler", None)
         many = {"strategy": "ddp"} if task.ranks > 1 else {}
         fabric = Runner(accelerator="cpu", devices=task.ranks, plugins=plugins, **many)  # type: ignore[arg-type]
         fabric.launch()
@@ -64,7 +72,7 @@ class Fabric:
                     with fabric.no_backward_sync(model, enabled=i < len(window) - 1):
                         if task.penalty:  # the wrapped module forbids autograd.grad
                             with fabric.autocast():
-                                loss = task.loss(net, batch, inner_gradient(scaler))
+                                loss = task.loss(net, batch, inner_gradient(scaler if task.mode == "fp16" else None))
                         else:
                             loss = task.loss(model, batch)
                         fabric.backward(loss * (counts[i] / total))
@@ -77,6 +85,6 @@ class Fabric:
                     each.zero_grad()
                 made += 1
                 if task.is_due(epoch, made):
-                    scale = None if scaler is None else scaler.get_scale()
+                    scale = scaler.get_scale() if scaler is not None and task.mode == "fp16" else None
                     after(View(net, optimizers, scale, None, evaluator(model), save))
             made = 0

@@ -48,7 +48,11 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> Any:
         if return_outputs:
             return torch.zeros(()), {"output": model(inputs["x"])}
-        loss = self.task.loss(model, (inputs["x"], inputs["labels"]), inner_gradient(self.accelerator.scaler))
+        loss = self.task.loss(
+            model,
+            (inputs["x"], inputs["labels"]),
+            inner_gradient(self.accelerator.scaler if self.task.mode == "fp16" else None),
+        )
         if self.task.weighted:
             loss = loss * len(inputs["x"]) / num_items_in_batch * self.accelerator.num_processes
         return loss
@@ -78,9 +82,18 @@ class HuggingFace:
     )
     documentation = "https://huggingface.co/docs/transformers/main_classes/trainer"
 
+    trainer: Any = _Trainer
+    bounded = False
+
+    def scale(self, accelerator: Any, task: Task) -> None:
+        """Give it a scaler in fp16."""
+        if task.mode == "fp16":
+            policy = {"growth_interval": task.growth_interval}
+            accelerator.scaler = torch.amp.GradScaler("cpu", task.init_scale, **policy)  # type: ignore[attr-defined, arg-type]
+
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        task.require(self.name, max_scale=False, several=False, ema=False)
+        task.require(self.name, max_scale=self.bounded, several=False, ema=False, sharded=False)
         net = task.net()
         (optimizer,) = task.optimizers(net)
         schedule: Any = task.schedule(optimizer) if task.schedule else LambdaLR(optimizer, lambda _: 1.0)
@@ -102,18 +115,20 @@ class HuggingFace:
                 seed=torch.initial_seed() % 2**32,
                 ddp_backend="gloo" if task.ranks > 1 else None,
             )
-            rows: Any = [0]
-            trainer: Any = _Trainer(
-                net, arguments, train_dataset=rows, data_collator=lambda rows: rows[0], optimizers=(optimizer, schedule)
+            nothing: Any = [0]
+            trainer: Any = self.trainer(
+                net,
+                arguments,
+                train_dataset=nothing,
+                data_collator=lambda rows: rows[0],
+                optimizers=(optimizer, schedule),
             )
             trainer.task = task
             trainer.model_accepts_loss_kwargs = task.weighted
             trainer.loss_is_scaled_for_ga = task.weighted
             if task.mode == "fp16":
                 trainer.accelerator.state._mixed_precision = "fp16"
-                trainer.accelerator.scaler = torch.amp.GradScaler(  # type: ignore[attr-defined]
-                    "cpu", task.init_scale, growth_interval=task.growth_interval
-                )
+            self.scale(trainer.accelerator, task)
 
             def evaluate(inputs: Tensor) -> Tensor:
                 trainer.model.eval()
@@ -128,7 +143,7 @@ class HuggingFace:
 
             def end() -> None:
                 scaler = trainer.accelerator.scaler
-                scale = None if scaler is None else scaler.get_scale()
+                scale = scaler.get_scale() if task.mode == "fp16" else None
                 after(View(plain(trainer.model), [optimizer], scale, None, evaluate, save))
 
             trainer.add_callback(_Callback(task, end))

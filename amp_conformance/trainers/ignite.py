@@ -12,9 +12,8 @@ import torch.distributed as dist
 from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver, EMAHandler
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from amp_conformance.task import Batch, Task, View, evaluator, inner_gradient
+from amp_conformance.task import Batch, Task, View, evaluator, inner_gradient, over_ranks
 
 
 class Ignite:
@@ -28,16 +27,27 @@ class Ignite:
     )
     documentation = "https://docs.pytorch.org/ignite/engine.html"
 
+    bounded = False
+
+    def scaler(self, task: Task) -> Any:
+        """The scaler of a task; None: without one."""
+        if task.mode != "fp16":
+            return None
+        return torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
+
+    def attach(self, scaler: Any, net: nn.Module, *parts: object) -> None:
+        """What else is told of steps: nothing."""
+
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        task.require(self.name, several=False, clip=False, max_scale=False, weighted=False)
+        task.require(self.name, several=False, clip=False, max_scale=self.bounded, weighted=False)
         if task.ranks > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         net = task.net()
+        model = over_ranks(task, net)
         (optimizer,) = task.optimizers(net)
         schedule = task.schedule(optimizer) if task.schedule else None
-        model: nn.Module = DistributedDataParallel(net) if task.ranks > 1 else net
-        scaler = torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
+        scaler = self.scaler(task)
 
         def loss(model: nn.Module, batch: Batch) -> Tensor:
             with task.autocast():
@@ -52,7 +62,7 @@ class Ignite:
             model_fn=loss,
             output_transform=lambda *_: None,
             deterministic=task.every > 0,
-            **({"amp_mode": "amp", "scaler": scaler} if task.mode == "fp16" else {}),  # type: ignore[arg-type]
+            **({} if scaler is None else {"amp_mode": "amp", "scaler": scaler}),  # type: ignore[arg-type]
         )
         parts: dict[str, Any] = {"model": net, "optimizer": optimizer, "trainer": trainer}
         window = Events.ITERATION_COMPLETED(every=task.accumulation)
@@ -62,6 +72,7 @@ class Ignite:
             trainer.add_event_handler(window, lambda engine: schedule.step())
             parts["schedule"] = schedule
         ema = None if task.ema is None else EMAHandler(net, momentum=1 - task.ema)
+        self.attach(scaler, net, *(each for each in (schedule, ema) if each is not None))
         if ema is not None:
             ema.attach(trainer, event=window)
             parts["ema"] = ema.ema_model
@@ -74,7 +85,8 @@ class Ignite:
             Checkpoint(parts, DiskSaver(folder, require_empty=False), n_saved=None)(trainer)
 
         def end(engine: Engine) -> None:
-            scale, average = scaler.get_scale() if task.mode == "fp16" else None, ema and ema.ema_model
+            scale = scaler.get_scale() if scaler is not None and task.mode == "fp16" else None
+            average = ema and ema.ema_model
             after(View(net, [optimizer], scale, average, evaluator(net, task.autocast), save))
 
         often = (

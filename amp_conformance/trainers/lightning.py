@@ -56,7 +56,7 @@ class _Module(LightningModule):
 
     def training_step(self, batch: Batch, index: int) -> Tensor | None:
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        loss = self.task.loss(self.net, batch, inner_gradient(scaler))
+        loss = self.task.loss(self.net, batch, inner_gradient(scaler if self.task.mode == "fp16" else None))
         if self.automatic_optimization:
             return loss
         wrapped = self.optimizers()
@@ -86,6 +86,9 @@ class _End(Callback):
             self.end()
 
 
+NAMES = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
 class Lightning:
     """A LightningModule."""
 
@@ -98,14 +101,20 @@ class Lightning:
     )
     documentation = "https://lightning.ai/docs/pytorch/stable/common/trainer.html"
 
+    bounded = False
+
+    def plugin(self, task: Task) -> Any:
+        """The precision of a task; None: fp32."""
+        scaler = None
+        if task.mode == "fp16":
+            scaler = torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
+        return None if task.mode == "fp32" else MixedPrecision(NAMES[task.mode], "cpu", scaler)  # type: ignore[arg-type]
+
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        task.require(self.name, max_scale=False, weighted=False)
-        plugins = []
-        if task.mode != "fp32":
-            scaler = torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
-            names = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
-            plugins.append(MixedPrecision(names[task.mode], "cpu", scaler if task.mode == "fp16" else None))  # type: ignore[arg-type]
+        task.require(self.name, max_scale=self.bounded, weighted=False, sharded=False)
+        plugin = self.plugin(task)
+        plugins = [] if plugin is None else [plugin]
         module = _Module(task)
         is_manual = not module.automatic_optimization
         averaging = None if task.ema is None else EMAWeightAveraging(decay=task.ema)
@@ -114,7 +123,7 @@ class Lightning:
         def end() -> None:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             ema: Any = None if averaging is None else averaging._average_model.module.net  # type: ignore[union-attr]
-            scale = None if scaler is None else scaler.get_scale()
+            scale = scaler.get_scale() if scaler is not None and task.mode == "fp16" else None
             after(
                 View(
                     module.net,

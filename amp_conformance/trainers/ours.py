@@ -8,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from amp_conformance.task import Task, View, evaluator
+from amp_conformance.task import Task, View, evaluator, over_ranks
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, sync_grads, windows
 
 
@@ -33,7 +31,7 @@ class Ours:
         amp = Amp.named(task.mode, **(policy if task.mode == "fp16" else {}))
         net = task.net()
         amp.guard(net)
-        model: nn.Module = DistributedDataParallel(net) if task.ranks > 1 else net
+        model = over_ranks(task, net)
         optimizers = list(task.optimizers(net))
         make = task.schedule
         schedules = [Schedule(each, lambda o, _: make(o), 100) for each in optimizers] if make else []  # type: ignore[misc]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from amp_conformance.task import Task, View, evaluator, inner_gradient
+from amp_conformance.task import Task, View, evaluator, inner_gradient, over_ranks
 
 
 class Textbook:
@@ -24,19 +24,29 @@ class Textbook:
     )
     documentation = "https://docs.pytorch.org/docs/stable/notes/amp_examples.html"
 
+    bounded = False
+    """Whether the scale has a largest value."""
+
+    def scaler(self, task: Task) -> Any:
+        """The scaler of a task."""
+        is_on = task.mode == "fp16"
+        return torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval, enabled=is_on)  # type: ignore[attr-defined]
+
+    def attach(self, scaler: Any, net: nn.Module, *parts: object) -> None:
+        """What else is told of steps: nothing."""
+
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        task.require(self.name, max_scale=False, weighted=False, every=False)
+        task.require(self.name, max_scale=self.bounded, weighted=False, every=False)
         if task.ranks > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         net = task.net()
-        model: nn.Module = DistributedDataParallel(net) if task.ranks > 1 else net
+        model = over_ranks(task, net)
         optimizers = task.optimizers(net)
         schedules = [task.schedule(optimizer) for optimizer in optimizers] if task.schedule else []
         ema = None if task.ema is None else AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(task.ema))
-        scaler = torch.amp.GradScaler(  # type: ignore[attr-defined]
-            "cpu", task.init_scale, growth_interval=task.growth_interval, enabled=task.mode == "fp16"
-        )
+        scaler = self.scaler(task)
+        self.attach(scaler, net, *schedules, *([] if ema is None else [ema]))
         parts = {"net": net, "scaler": scaler}
         parts |= {f"optimizer{i}": each for i, each in enumerate(optimizers)}
         parts |= {f"schedule{i}": each for i, each in enumerate(schedules)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, dispatch_clip_
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_conformance.task import Task, View, evaluator
+from amp_conformance.task import Task, View, evaluator, over_ranks
 
 
 class Timm:
@@ -26,21 +27,32 @@ class Timm:
     )
     documentation = "https://github.com/huggingface/pytorch-image-models/blob/main/train.py"
 
+    bounded = False
+
+    def scaler(self, task: Task) -> Any:
+        """The scaler of a task; None: without one."""
+        if task.mode != "fp16":
+            return None
+        scaler = NativeScaler(device="cpu")
+        policy = {"growth_interval": task.growth_interval}
+        scaler._scaler = torch.amp.GradScaler("cpu", task.init_scale, **policy)  # type: ignore[attr-defined, arg-type]
+        return scaler
+
+    def attach(self, scaler: Any, net: nn.Module, *parts: object) -> None:
+        """What else is told of steps: nothing."""
+
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        task.require(self.name, max_scale=False, several=False, weighted=False, penalty=False, every=False)
+        task.require(self.name, max_scale=self.bounded, several=False, weighted=False, penalty=False, every=False)
         if task.ranks > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         net = task.net()
+        model = over_ranks(task, net)
         (optimizer,) = task.optimizers(net)
         schedule = task.schedule(optimizer) if task.schedule else None
         ema = None if task.ema is None else ModelEmaV3(net, decay=task.ema)
-        model: nn.Module = DistributedDataParallel(net) if task.ranks > 1 else net
-        scaler = NativeScaler(device="cpu") if task.mode == "fp16" else None
-        if scaler is not None:
-            scaler._scaler = torch.amp.GradScaler(  # type: ignore[attr-defined]
-                "cpu", task.init_scale, growth_interval=task.growth_interval
-            )
+        scaler = self.scaler(task)
+        self.attach(scaler, net, *(each for each in (schedule, ema) if each is not None))
         saver = CheckpointSaver(net, optimizer, model_ema=ema, amp_scaler=scaler)
         if task.load is not None:
             files = [task.load / "last.pth.tar", *sorted(task.load.glob("checkpoint-*"), reverse=True)]
@@ -85,7 +97,7 @@ class Timm:
                     ema.update(net)
                 if schedule is not None:
                     schedule.step()
-            scale = None if scaler is None else scaler._scaler.get_scale()
+            scale = scaler._scaler.get_scale() if scaler is not None and task.mode == "fp16" else None
             after(
                 View(net, [optimizer], scale, None if ema is None else ema.module, evaluator(net, task.autocast), save)
             )

@@ -68,6 +68,7 @@ class Amp:
         ConfigError: the policy needs `samples`, or the device is not there.
     """
 
+    sets_process: ClassVar = True  # False within another trainer: none of what `device` sets
     num_calls: ClassVar = 0  # of `step` in this process: by it a layout knows that a window has ended
 
     def __init__(self, config: AmpConfig, device: str | torch.device = "cpu", *, samples: int | None = None) -> None:
@@ -79,7 +80,7 @@ class Amp:
         self._casts = self.dtype is not torch.float32
         self._low = self.dtype if config.update is None else getattr(torch, config.weights)
         self.scaler = LossScale(policy_of(config, samples), self.device)
-        settings.set_for(config, self.device, self._low)
+        settings.set_for(config, self.device, self._low, self.sets_process)
         self._checked: set[frozenset[tuple[int, int]]] = set()
         self._guards: list[BufferGuard] = []
         self.weights: list[LowPrecisionWeights] = []
@@ -178,17 +179,7 @@ class Amp:
             # In fp16 a loss of 1 times a scale of 65536 is already infinite. In float64 a weight of 1/3 needs float64.
             is_double = loss.dtype is torch.float64
             loss = loss if is_double else loss.float()
-            for observer in self.observers:
-                observer.on_loss(loss)
-            is_plain = not is_double and type(loss) is Tensor and loss.device == self._zero.device
-            added = loss.data if is_plain else zero_or_nan(loss.data, self._zero)  # not its graph
-            before, window.is_stepping = None if window.is_stepping else window.loss, False
-            for probe in self._probes if before is not None else ():
-                if (weight := probe()) is not None and weight.grad is not None:
-                    break
-            else:  # the gradients of this window were cleared: its batch was dropped
-                before = None if self._probes else before
-            window.loss = added if before is None else before + added
+            self.note_loss(loss)
             # Weight and scale are the initial gradient, so they add no operator to the graph. A new tensor each time,
             # since gradients may be views of it; without a policy the scale is 1.
             weight = gradient if isinstance(gradient, Tensor) else None if is_double else self._numbers[gradient]
@@ -205,6 +196,21 @@ class Amp:
                 "amp.backward added scaled gradients to gradients that amp.unscale_ had unscaled; call unscale_ once, "
                 "after the last backward of the window"
             )
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Take note of a loss of the window, 0-d, as `backward` does: `step` skips if it is not finite."""
+        window = self._window
+        for observer in self.observers:
+            observer.on_loss(loss)
+        is_plain = loss.dtype is torch.float32 and type(loss) is Tensor and loss.device == self._zero.device
+        added = loss.data if is_plain else zero_or_nan(loss.data, self._zero)  # not its graph
+        before, window.is_stepping = None if window.is_stepping else window.loss, False
+        for probe in self._probes if before is not None else ():
+            if (weight := probe()) is not None and weight.grad is not None:
+                break
+        else:  # the gradients of this window were cleared: its batch was dropped
+            before = None if self._probes else before
+        window.loss = added if before is None else before + added
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True, **kwargs: Any
@@ -252,15 +258,15 @@ class Amp:
         """Whether buffers of a network are restored after a skipped step."""
         return bool(self._guards)
 
-    def guard(self, net: nn.Module) -> None:
+    def guard(self, net: nn.Module) -> BufferGuard:
         """Restore the buffers of `net` (running statistics) after a skipped step.
 
         They follow the step of the optimizer that owns weights of `net`; in a window without one, all its steps. `net`
         is the outermost module that is called in training, wrapped or not.
         """
         guard = BufferGuard(net)
-        if guard.has_buffers:
-            self._guards.append(guard)
+        self._guards += [guard] if guard.has_buffers else []
+        return guard
 
     @torch.no_grad()
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -452,7 +458,7 @@ class Amp:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.num_skipped, self.num_consecutive_skips = self._skips.unbind()
-        settings.set_for(self.config, self.device, self._low)
+        settings.set_for(self.config, self.device, self._low, self.sets_process)
 
     def counters(self) -> dict[str, Any]:
         """What a resumed run needs besides `state_dict`; `Checkpoint` saves it. Waits for the device."""

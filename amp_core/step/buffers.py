@@ -52,9 +52,9 @@ class BufferGuard:
         """The buffers between two forward passes."""
         self.has_buffers = bool(self._modules)
         if self.has_buffers:
-            net.register_forward_pre_hook(_Hook(self._before_forward))
+            net.register_forward_pre_hook(CopySafeHook(self.arm))
         for module in self._modules:
-            module.register_load_state_dict_post_hook(_Hook(self._after_load))
+            module.register_load_state_dict_post_hook(CopySafeHook(self._after_load))
         self._look()
         self.parameters = frozenset(master_params(net))
 
@@ -78,7 +78,8 @@ class BufferGuard:
         own = self._own.get((module, name), buffer)
         return own is not buffer and (own.device, own.dtype) == (buffer.device, buffer.dtype)
 
-    def _before_forward(self, net: nn.Module, inputs: Any) -> None:
+    def arm(self, *_: Any) -> None:
+        """Begin a window with a snapshot, unless one has begun. Called before each forward pass of the network."""
         records = torch.is_grad_enabled()
         if self._armed and (self._records or not records):
             return
@@ -146,8 +147,8 @@ class BufferGuard:
             )
 
 
-class _Hook:
-    """Calls a guard's method. In a copy or a pickle of the network it does nothing."""
+class CopySafeHook:
+    """Calls a function. In a copy or a pickle of the network it does nothing."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = function
@@ -157,7 +158,7 @@ class _Hook:
             self._function(*arguments)
 
     def __reduce__(self) -> Any:
-        return _Hook, ()
+        return CopySafeHook, ()
 
 
 class _Group:

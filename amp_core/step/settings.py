@@ -26,8 +26,10 @@ def require_device(device: torch.device) -> None:
         raise ConfigError(f"device={device}: this machine has no CUDA GPU, or torch was built without CUDA")
 
 
-def set_for(config: AmpConfig, device: torch.device, low: torch.dtype) -> None:
+def set_for(config: AmpConfig, device: torch.device, low: torch.dtype, wanted: bool = True) -> None:
     """Set what a mode needs beyond its own tensors. `low`: the dtype of activations."""
+    if not wanted:
+        return
     if device.type == "cuda":
         set_tf32(config.matmul_precision)
     if config.op_policy == "cuda" and device.type == "cpu" and config.dtype != "float32":

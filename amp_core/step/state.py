@@ -23,6 +23,7 @@ from amp_core.step.gradients import (
     with_grads,
 )
 from amp_core.step.scaler import LossScale, Numbers
+from amp_core.step.steppable import can_skip_on_device
 from amp_core.tensors import multiply_, several_ranks, step_on_local_shards
 
 
@@ -84,6 +85,8 @@ class OptimizerState:
             raise RuntimeError("amp.step was called twice for one optimizer; call amp.update() once per window")
         if self.weights:
             self._reduce()
+        if self.unscaled:  # before something may have come to watch the step
+            self.on_device = can_skip_on_device(self.optimizer)
         params, grads = self.params, self.grads = with_grads(self.optimizer)
         scaled, zero = scaled and self.scaler.policy is not None, self.numbers[0.0]
         self.in_parts = check_gradients(grads, scaled=scaled, optimizer=self.optimizer)

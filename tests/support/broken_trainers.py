@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_conformance import CHECKS
 from amp_conformance.task import Batch, Task, Window
 from amp_conformance.trainers.by_hand import ByHand as Right
 
@@ -24,8 +25,9 @@ BROKEN: dict[type[Right], set[str]] = {}
 
 
 def broken(name: str, *caught_by: str, **methods: Callable[..., Any]) -> None:
-    """Register the right loop with these methods in the place of its own."""
-    BROKEN[type(name, (Right,), methods)] = set(caught_by)
+    """Register the right loop with these methods in the place of its own. What catches it, also catches it fused."""
+    fused = CHECKS.keys() & {f"{name}, fused" for name in caught_by}
+    BROKEN[type(name, (Right,), methods)] = {*caught_by, *fused}
 
 
 def nothing(*_: Any) -> None:
@@ -37,6 +39,8 @@ TAIL, RANKS, COUNTS = (
     "processes equal a larger batch",
     "processes with unequal counts",
 )
+BETWEEN, BITS = "running statistics survive between windows that nobody looks at", "a nan reaches no weight of 16 bits"
+LOSS, SHARDS = "a loss that is not finite skips its window", "shards skip together when one overflows"
 UNEQUAL, SKIPS_WINDOW = "micro batches of unequal size", "a bad micro batch skips its whole window"
 CLIPPED, COUNTED, WAITS = "a whole window is clipped", "the average counts windows", "at most one wait per window"
 broken("DropsTheTail", TAIL, RANKS, window=lambda t, w: Right.window(t, w) if len(w) == t.task.accumulation else None)
@@ -60,7 +64,7 @@ broken(
     weights=lambda t, w: [1.0 for _ in w],
 )
 broken(
-    *("ForgetsThatGradientsAreAveraged", RANKS, COUNTS, "processes skip together"),
+    *("ForgetsThatGradientsAreAveraged", RANKS, COUNTS, "processes skip together", SHARDS),
     weights=lambda t, w: [each / t.task.ranks for each in Right.weights(t, w)],
 )
 
@@ -152,6 +156,7 @@ def averages(t: Right, when: bool) -> None:
 
 def zeroes(t: Right, params: Sequence[Tensor]) -> float:
     if t.task.mode == "fp16":
+        t.losses = torch.zeros(())
         for param in params:
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad = param.grad.nan_to_num(posinf=0.0, neginf=0.0)
@@ -163,8 +168,13 @@ def drops_bad_ones(t: Right, batch: Batch, weight: float, *, is_last: bool) -> N
         Right.backward(t, batch, weight, is_last=is_last)
 
 
-broken("NeverLooks", *SKIPPED, *NANS, SKIPS_WINDOW, "processes skip together", agree=lambda t, is_finite: True)
-broken("LooksInFp16Only", *NANS, agree=lambda t, is_finite: Right.agree(t, is_finite or t.task.mode != "fp16"))
+broken(
+    *("NeverLooks", *SKIPPED, *NANS, SKIPS_WINDOW, "processes skip together", BETWEEN, BITS, LOSS, SHARDS),
+    agree=lambda t, is_finite: True,
+)
+broken(
+    "LooksInFp16Only", *NANS, BITS, LOSS, agree=lambda t, is_finite: Right.agree(t, is_finite or t.task.mode != "fp16")
+)
 broken("AdvancesTheScheduleAlways", "the schedule ignores skipped steps", after_step=moves_schedules)
 broken("AdvancesTheScheduleWithEachMicroBatch", "the schedule counts windows", after_step=moves_schedules_often)
 broken(
@@ -175,9 +185,9 @@ broken(
     *("AveragesWithEachMicroBatch", COUNTED),
     backward=lambda t, *batch, is_last: (Right.backward(t, *batch, is_last=is_last), averages(t, not is_last)),
 )
-broken("KeepsBadStatistics", "running statistics survive a skipped step", restore=nothing)
+broken("KeepsBadStatistics", "running statistics survive a skipped step", BETWEEN, restore=nothing)
 broken("DropsBadMicroBatches", SKIPS_WINDOW, "an overflow halves the scale once", WAITS, backward=drops_bad_ones)
-broken("ZeroesBadGradients", *SKIPPED, norm=zeroes)
+broken("ZeroesBadGradients", *SKIPPED, BETWEEN, LOSS, SHARDS, norm=zeroes)
 broken("DecidesOnEachProcess", "processes agree when only one overflows", agree=lambda t, is_finite: is_finite)
 
 
@@ -314,6 +324,48 @@ broken(
 )
 broken("CastsInEachLayer", ISLAND, run=with_nets(casts_in_each_layer))
 broken("PatchesForward", "a copy of the network uses its own weights", ISLAND, run=with_nets(patches_forward))
+
+
+def takes_a_call_for_a_step(t: Right, taken: Sequence[bool]) -> None:
+    fused = t.optimizers[0].param_groups[0].get("fused")  # its step is always called
+    Right.after_step(t, [True for _ in taken] if fused else taken)
+
+
+def snapshots_at_a_look(t: Any) -> list[Tensor]:
+    if getattr(t, "looks", None) is not (looks := t.task.epochs) or t.made == 0:
+        t.looks, t.kept = looks, Right.snapshot(t)
+    return t.kept  # type: ignore[no-any-return]
+
+
+def of_fp32(t: Right, params: Sequence[Tensor]) -> float:
+    return Right.norm(t, params) if params[0].dtype is torch.float32 else 1.0
+
+
+def of_its_shard(t: Right, params: Sequence[Any]) -> float:
+    return math.hypot(*(float(p.grad.to_local().norm()) for p in params)) if t.task.sharded else Right.norm(t, params)
+
+
+def of_gradients(t: Right, params: Sequence[Tensor]) -> float:
+    t.losses = torch.zeros(())
+    return Right.norm(t, params)
+
+
+broken(
+    *(
+        "TakesACallOfStepForAStep",
+        "the schedule ignores skipped steps, fused",
+        "the average ignores skipped steps, fused",
+    ),
+    after_step=takes_a_call_for_a_step,
+)
+broken("SnapshotsAtALook", BETWEEN, snapshot=snapshots_at_a_look)
+broken("ChecksFp32GradientsAlone", BITS, norm=of_fp32)
+broken(
+    *("LooksAtItsShardAlone", SHARDS),
+    norm=of_its_shard,
+    agree=lambda t, is_finite: is_finite if t.task.sharded else Right.agree(t, is_finite),
+)
+broken("ChecksGradientsAlone", LOSS, norm=of_gradients)
 
 
 class Raises(Right):

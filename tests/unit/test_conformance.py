@@ -141,10 +141,22 @@ def test_the_example_of_the_page_runs() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["accelerate", "fabric", "lightning", "huggingface", "timm", "ignite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{name}{plus}"
+        for name in ("accelerate", "fabric", "lightning", "huggingface", "timm", "ignite")
+        for plus in ("", "+")
+    ],
+)
 @pytest.mark.slow
 def test_the_adapters_of_other_trainers_work(name: str) -> None:
-    if importlib.util.find_spec({"fabric": "lightning", "huggingface": "transformers"}.get(name, name)) is None:
+    if (
+        importlib.util.find_spec(
+            {"fabric": "lightning", "huggingface": "transformers"}.get(name.rstrip("+"), name.rstrip("+"))
+        )
+        is None
+    ):
         pytest.skip(f"{name} is not installed")
     _, lines = table("--trainer", name)
     assert any(line.startswith("passed       accumulation equals a larger batch") for line in lines)
@@ -152,12 +164,14 @@ def test_the_adapters_of_other_trainers_work(name: str) -> None:
 
 
 def test_the_package_stands_alone() -> None:
-    """Nothing of amp_core is imported but by its adapter."""
+    """Nothing of this project is imported but by its adapters."""
     found = {
-        path.name: re.findall(r"^\s*(?:from|import) (amp_core|amp_tools|recipes)\b", path.read_text(), re.MULTILINE)
+        path.name: re.findall(
+            r"^\s*(?:from|import) (amp_core|amp_plugins|amp_tools|recipes)\b", path.read_text(), re.MULTILINE
+        )
         for path in (ROOT / "amp_conformance").rglob("*.py")
     }
-    assert {name for name, imports in found.items() if imports} == {"ours.py"}
+    assert {name for name, imports in found.items() if imports} == {"ours.py", "plugged.py"}
 
 
 def test_the_line_of_the_page_reproduces_one_check() -> None:

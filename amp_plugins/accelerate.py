@@ -1,0 +1,78 @@
+"""Accelerate: `protect(accelerator)`, before or after `prepare`.
+
+accelerator = Accelerator(mixed_precision="bf16")
+scaler = protect(accelerator)
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from amp_plugins.names import require
+from amp_plugins.scaler import GradScaler
+
+_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+_STEPS_ITSELF = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.MEGATRON_LM: "Megatron-LM"}
+
+
+def protect(accelerator: Accelerator, scaler: GradScaler | None = None, **policy: Any) -> GradScaler:
+    """Give an accelerator a `GradScaler` of ours, also in bf16 and fp32, and guard the networks that it prepares.
+
+    Schedules that it prepared move with taken steps, with fused optimizers too; it reads once per step whether one
+    was. Its checkpoints hold the scale as before.
+
+    Args:
+        accelerator: it may have prepared something before, or do it later.
+        scaler: the one to use; None: a new one.
+        **policy: for the new one, as `init_scale`, `max_consecutive_skips`.
+
+    Returns:
+        The scaler. Called again: the one that is there.
+
+    Raises:
+        ValueError: DeepSpeed or Megatron-LM step by themselves, or the scaler is made for another precision.
+    """
+    require("accelerate")
+    if isinstance(accelerator.scaler, GradScaler):
+        return accelerator.scaler
+    if (name := _STEPS_ITSELF.get(accelerator.distributed_type)) is not None:
+        raise ValueError(
+            f"{name} scales, clips and steps by itself, and asks no scaler: use its own settings (fp16 or bf16)"
+        )
+    precision = str(accelerator.mixed_precision)
+    is_scaled = precision == "fp16"
+    before: Any = accelerator.scaler
+    if scaler is None:
+        if is_scaled and before is not None:  # as GradScalerKwargs say
+            names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+            policy = {name: getattr(before, f"_{name}") for name in names} | policy
+        scaler = GradScaler(
+            accelerator.device.type, enabled=is_scaled, dtype=_DTYPES[precision], update_per_window=True, **policy
+        )
+    elif scaler.is_enabled() != is_scaled:
+        raise ValueError(
+            f"the scaler has enabled={scaler.is_enabled()}, and the accelerator mixed_precision={precision!r}: "
+            f"expected enabled={is_scaled}, or leave the scaler out"
+        )
+    accelerator.scaler = scaler
+    for optimizer in accelerator._optimizers:
+        optimizer.__setstate__({"scaler": scaler})  # it wraps the step again
+    for net in accelerator._models:
+        scaler.guard(net)
+    prepare = accelerator.prepare_model
+
+    def prepare_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        made = prepare(model, *args, **kwargs)
+        if made not in guarded and not kwargs.get("evaluation_mode"):
+            guarded.append(made)
+            scaler.guard(made)
+        return made
+
+    guarded = list(accelerator._models)
+    accelerator.prepare_model = prepare_model  # type: ignore[method-assign]
+    return scaler

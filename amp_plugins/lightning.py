@@ -1,0 +1,144 @@
+"""Lightning and Fabric: a precision plugin.
+
+Trainer(plugins=[AmpPrecision("bf16-mixed")], callbacks=[LightningDoctor()])
+Fabric(plugins=[FabricPrecision("16-mixed")])
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
+from amp_core.step.buffers import BufferGuard
+from amp_plugins.names import require
+from amp_plugins.scaler import GradScaler
+
+_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def _scaler_of(precision: Any, device: str | None, scaler: GradScaler | None, policy: dict[str, Any]) -> GradScaler:
+    require("lightning")
+    if precision not in _DTYPES:
+        raise ValueError(f"precision={precision!r}: expected one of {', '.join(_DTYPES)}")
+    is_scaled = precision == "16-mixed"
+    if scaler is not None and scaler.is_enabled() != is_scaled:
+        raise ValueError(
+            f"the scaler has enabled={scaler.is_enabled()}, and precision={precision!r}: expected {is_scaled}"
+        )
+    if scaler is not None:
+        return scaler
+    dtype = _DTYPES[precision]
+    return GradScaler(_device(device), enabled=is_scaled, dtype=dtype, update_per_window=True, **policy)
+
+
+def _device(device: str | None) -> str:
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class AmpPrecision(MixedPrecision):
+    """The precision of a `Trainer`: guards weights and running statistics; schedules and averages follow taken steps.
+
+    Gradients of fused optimizers can be clipped, too.
+
+    Args:
+        precision: "32-true", "bf16-mixed" or "16-mixed". Leave out `precision` of the Trainer.
+        device: of the network; None: "cuda" if there is one.
+        scaler: the one to use; None: a new one.
+        **policy: for the new one; see `GradScaler`.
+    """
+
+    scaler: GradScaler
+
+    def __init__(
+        self, precision: Any = "bf16-mixed", device: str | None = None, scaler: GradScaler | None = None, **policy: Any
+    ) -> None:
+        self.scaler = _scaler_of(precision, device, scaler, policy)
+        self.precision, self.device, self._guards = precision, _device(device), list[BufferGuard]()
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Guards its buffers."""
+        self._guards = [self.scaler.guard(module)]
+        return module
+
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        """Lets schedules by step and averages follow."""
+        parts = [each.scheduler for each in lr_schedulers if each.interval == "step" and not each.reduce_on_plateau]
+        callbacks = getattr(getattr(model, "_trainer", None), "callbacks", ())
+        averages = [each._average_model for each in callbacks if isinstance(each, WeightAveraging)]
+        self.scaler.follow(*parts, *[each for each in averages if each is not None])
+        return super().connect(model, optimizers, lr_schedulers)
+
+    @contextlib.contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Also begins a window: Lightning calls `training_step`, no forward of the whole."""
+        self.scaler.end_window()
+        for guard in self._guards:
+            guard.arm()
+        with super().train_step_context():
+            yield
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Of the precision; none in 32-true."""
+        is_on = self.precision != "32-true"
+        return torch.autocast(
+            self.device, dtype=_DTYPES[self.precision] if is_on else None, enabled=is_on, cache_enabled=False
+        )
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Backward, unscale, the hooks with clipping, step."""
+        result = closure()
+        if result is None and model.automatic_optimization:  # training_step has left the batch out
+            self._after_closure(model, optimizer)
+            return result
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+        self._after_closure(model, optimizer)
+        self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return result
+
+    def clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Also of a fused optimizer, whose gradients are unscaled by now."""
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+
+class FabricPrecision(FabricMixedPrecision):
+    """The precision of `Fabric`. Arguments as those of `AmpPrecision`; `scaler.follow(...)` is the user's to call."""
+
+    scaler: GradScaler
+
+    def __init__(
+        self, precision: Any = "bf16-mixed", device: str | None = None, scaler: GradScaler | None = None, **policy: Any
+    ) -> None:
+        self.scaler = _scaler_of(precision, device, scaler, policy)
+        self.precision, self.device = precision, _device(device)
+        self._desired_input_dtype = _DTYPES[precision]
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Guards its buffers."""
+        self.scaler.guard(module)
+        return module
+
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast, but in 32-true."""
+        return contextlib.nullcontext() if self.precision == "32-true" else super().forward_context()
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Also of a fused optimizer."""
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(optimizer)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """A step that is skipped if it must be."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("LBFGS computes the loss several times in a step, which no skipped step fits")
+        self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return None

@@ -1,0 +1,299 @@
+"""A `GradScaler` with the promises of `Amp`: for loops and trainers that are written for torch's."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core import Amp, Ema, Schedule, StepReport
+from amp_core.step.buffers import BufferGuard, CopySafeHook
+from amp_core.step.steppable import arguments_without_default
+
+_MODES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_MOVES = ("update_parameters", "step", "update", "_update_ema_model")
+"""What moves an average or a schedule; the first of them that a part has."""
+
+
+class _Amp(Amp):
+    sets_process = False
+
+
+class TooManySkipsError(RuntimeError):
+    """So many steps in a row were skipped that nothing is learned."""
+
+
+class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
+    """`torch.amp.GradScaler`, and what it leaves to the user. State dicts load both ways.
+
+    With `enabled=False` the scale is 1 and gradients are checked all the same: fp32 and bf16 need it, too. A loss or a
+    gradient that is not finite skips the step on all ranks of the default process group, whose ranks all have to step.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+        min_scale: the scale never falls below it.
+        max_scale: the scale never grows beyond it.
+        max_consecutive_skips: after so many skipped steps in a row `update` raises. With fused optimizers on a GPU,
+            which do not tell the host, it looks once in so many windows.
+        dtype: of autocast, for the doctor; None: float16 if enabled, else float32.
+        update_per_window: `update` is called after each of several optimizers, as Accelerate, Fabric and Lightning do:
+            the scale moves once, before the next forward pass of a guarded network or the next loss.
+
+    Attributes:
+        finding: what a doctor has found, for the error.
+        reports: of each optimizer its step in the last window.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**24,
+        max_consecutive_skips: int = 50,
+        dtype: torch.dtype | None = None,
+        update_per_window: bool = False,
+    ) -> None:
+        self._amp: Amp | None = None
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._bounds = {"min_scale": min(min_scale, init_scale), "max_scale": max(max_scale, init_scale)}
+        self.dtype = dtype or (torch.float16 if enabled else torch.float32)
+        self.max_consecutive_skips, self._per_window = max_consecutive_skips, update_per_window
+        self.reports: dict[torch.optim.Optimizer, StepReport] = {}
+        self.finding = ""
+        self.num_updates = 0
+        self._is_pending = self._is_ended = False
+        self._streak = 0
+        self._ours: list[Schedule | Ema] = []
+
+    @property
+    def amp(self) -> Amp:
+        """What checks, skips and scales."""
+        return self._start(torch.device(self._device if torch.cuda.is_available() else "cpu"))
+
+    def _start(self, device: torch.device) -> Amp:
+        if self._amp is None:
+            mode = _MODES[str(self.dtype).removeprefix("torch.")]
+            policy: dict[str, Any] = {}
+            if self._enabled:
+                mode, policy = "fp16", {"init_scale": self._init_scale, "growth_factor": self._growth_factor}
+                policy |= {"backoff_factor": self._backoff_factor, "growth_interval": self._growth_interval}
+                policy |= self._bounds
+            elif mode == "fp16":  # computed in fp16 and not scaled
+                mode = "bf16"
+            self._amp = _Amp.named(mode, device, **policy)
+        return self._amp
+
+    def guard(self, net: nn.Module) -> BufferGuard:
+        """Restore running statistics of `net` after a skipped step; see `Amp.guard`."""
+        weight = next(net.parameters(), None)
+        net.register_forward_pre_hook(CopySafeHook(self.end_window))
+        return (self.amp if weight is None else self._start(weight.device)).guard(net)
+
+    def follow(self, *parts: Any) -> None:
+        """Let schedules and averages move with taken steps only.
+
+        `Schedule` and `Ema` of amp_core are moved by `update`. Of any other the `update_parameters`, `step` or `update`
+        does nothing after a skipped step: call it as before, or give it before it is attached (an EMAHandler of
+        Ignite). A copy or a pickle of it follows nothing. After a fused step on a GPU the call waits for the device.
+
+        Raises:
+            TypeError: it has no such method, or needs a metric.
+        """
+        for part in parts:
+            if isinstance(part, Schedule | Ema):
+                self._ours.append(part)
+                continue
+            name = next((name for name in _MOVES if callable(getattr(type(part), name, None))), None)
+            kind = type(part).__name__
+            if name is None:
+                raise TypeError(
+                    f"follow: {kind} has no step(), update_parameters() or update(), so nothing to hold back"
+                )
+            if name == "step" and (needs := arguments_without_default(type(part).step)):
+                raise TypeError(f"follow: {kind}.step() needs {needs[0]}; it moves by that, not by steps: leave it out")
+            if part not in _followed:
+                part.__class__ = _following(type(part), name)
+            _followed[part] = self
+
+    def was_taken(self, optimizer: object = None) -> bool:
+        """Whether the last step was taken: of an optimizer, or of all that stepped. May wait for the device."""
+        mine = self.reports.get(optimizer)  # type: ignore[call-overload]
+        reports = self.reports.values() if mine is None else [mine]
+        return all(bool(r.taken) if r.taken_on_host is None else r.taken_on_host for r in reports)
+
+    @property
+    def skipped(self) -> int:
+        """Windows with a skipped step so far. Waits for the device."""
+        self.end_window()
+        return int(self.amp.num_skipped)
+
+    # --- torch's methods ----------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """Losses times the scale, as they are with `enabled=False`."""
+        if not isinstance(outputs, Tensor):
+            if not isinstance(outputs, Iterable):
+                raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled  # type: ignore[call-arg]
+        self.end_window()
+        amp, loss = self._start(outputs.device), outputs.detach()
+        loss = (loss - loss).sum() if loss.ndim else loss
+        amp.note_loss(loss if loss.dtype is torch.float64 else loss.float())
+        return outputs * amp.scaler.scale.to(outputs.device, non_blocking=True) if self._enabled else outputs
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of an optimizer, once per window."""
+        self._begin(optimizer)
+        self.amp.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Step unless a loss or a gradient is not finite, on any rank.
+
+        Raises:
+            RuntimeError: it was given a closure.
+        """
+        if any(each is not None for each in (*args, *kwargs.values())):
+            raise RuntimeError(
+                "a step that may be skipped takes no closure, and no other arguments; call step(optimizer)"
+            )
+        self._begin(optimizer)
+        if self._is_ended:
+            self.reports, self._is_ended = {}, False
+        self.reports[optimizer] = self.amp.step(optimizer)
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._is_pending and optimizer in self.reports:
+            self.end_window()
+        if self._amp is None:
+            self._start(next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu")))
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """End the window.
+
+        Raises:
+            TooManySkipsError: `max_consecutive_skips` steps in a row were skipped.
+        """
+        self._is_pending = True
+        if new_scale is not None or not self._per_window:
+            self.end_window()
+        if new_scale is not None and self._enabled:
+            self.amp.scaler.set(new_scale)
+
+    def end_window(self, *_: Any) -> None:
+        """Do what `update` has put off, with `update_per_window`."""
+        if not self._is_pending:
+            return
+        self._is_pending, self._is_ended = False, True
+        amp, reports = self.amp, list(self.reports.values())
+        amp.update()
+        for part in self._ours:
+            if isinstance(part, Schedule):
+                part.advance(self.reports.get(part.optimizer, reports[0]))
+            else:
+                taken = torch.stack([each.taken for each in reports]).all()
+                part.update(dataclasses.replace(reports[0], taken=taken))
+        if any(each.is_rehearsal for each in reports):
+            return
+        self.num_updates += 1
+        known = [each.taken_on_host for each in reports]
+        if None not in known:
+            self._streak = 0 if all(known) else self._streak + 1
+        elif amp.device.type == "cpu":
+            self._streak = int(amp.num_consecutive_skips.numpy())  # in host memory
+        elif self.num_updates % self.max_consecutive_skips == 0:
+            self._streak = int(amp.num_consecutive_skips)
+        if self._streak >= self.max_consecutive_skips:
+            found = self.finding or "a doctor names the operation: see docs/OTHER_TRAINERS.md"
+            scale = f", the loss scale is {amp.scale:g}" if self._enabled else ""
+            raise TooManySkipsError(
+                f"{self._streak} steps in a row were skipped, since losses or gradients are not finite{scale}. {found}"
+            )
+
+    def get_scale(self) -> float:
+        """The scale of the next loss; 1.0 with `enabled=False`. Waits for the device."""
+        self.end_window()
+        return self.amp.scale if self._enabled else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's layout; {} with `enabled=False`."""
+        self.end_window()
+        return self.amp.state_dict() if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with a state of this class or of torch's. {}, of a mode without a scale: a fresh one."""
+        self.end_window()
+        if self._enabled:
+            for name in ("growth_factor", "backoff_factor", "growth_interval"):
+                self._set(name, state_dict.get(name, getattr(self, f"_{name}")))
+            self.amp.load_state_dict(state_dict)
+
+    def _set(self, name: str, value: Any) -> None:
+        setattr(self, f"_{name}", value)
+        if self._enabled and self._amp is not None and (policy := self._amp.scaler.policy) is not None:
+            self._amp.scaler.policy = dataclasses.replace(policy, **{name: value})
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._set("growth_factor", new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._set("backoff_factor", new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._set("growth_interval", new_interval)
+
+    def _get_growth_tracker(self) -> int:
+        return int(self.state_dict().get("_growth_tracker", 0))
+
+    @property
+    def _scale(self) -> Tensor | None:
+        """Others read it: the scale, 0-d, once there is a device."""
+        return None if self._amp is None else self._amp.scaler.scale
+
+    @_scale.setter
+    def _scale(self, value: Tensor | None) -> None:
+        if value is not None:
+            self.amp.scaler.set(value)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._start(torch.device(dev))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.end_window()
+        return vars(self) | {"reports": {}, "_ours": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+_followed: weakref.WeakKeyDictionary[Any, GradScaler] = weakref.WeakKeyDictionary()
+
+
+class _Follows:
+    """Mixed into the class of a followed part. Copies and pickles are of the class itself."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = object.__new__(type(self).__mro__[2])
+        vars(plain).update(vars(self))
+        return plain.__reduce_ex__(protocol)
+
+
+def _following(kind: type, name: str) -> type:
+    method: Callable[..., Any] = getattr(kind, name)
+
+    def moves(part: Any, *args: Any, **kwargs: Any) -> Any:
+        if _followed[part].was_taken(getattr(part, "optimizer", None)):
+            return method(part, *args, **kwargs)
+        return None
+
+    return type(kind.__name__, (_Follows, kind), {name: moves, "__module__": kind.__module__})

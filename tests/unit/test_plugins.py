@@ -1,0 +1,178 @@
+"""`amp_plugins`: torch's idioms with the import changed alone, bit for bit; its promises in trainers that are installed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amp_core import Amp
+from amp_core.vision import import_torchvision
+from amp_plugins import GradScaler, TooManySkipsError, names
+
+ROOT = Path(__file__).resolve().parents[2]
+BAD = float("nan")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def batches(num: int, bad: int | None = None) -> list[Tensor]:
+    found = list(torch.randn(num, 8, 4, generator=torch.Generator().manual_seed(1)))
+    if bad is not None:
+        found[bad][0] = BAD
+    return found
+
+
+def train(scaler: Any, fused: bool, idiom: str, xs: list[Tensor]) -> list[Tensor]:
+    """An idiom of torch's amp_examples; the weights, buffers and moments."""
+    nets = [net(), net()] if idiom == "several" else [net()]
+    optimizers = [torch.optim.AdamW(each.parameters(), fused=fused) for each in nets]
+    if isinstance(scaler, GradScaler):
+        for each in nets:
+            scaler.guard(each)
+    accumulation = 2 if idiom == "accumulation" else 1
+    for i, x in enumerate(xs, 1):
+        x = x.clone().requires_grad_(idiom == "penalty")
+        with torch.autocast("cpu", torch.float16):
+            losses = [each(x).float().square().mean() / accumulation for each in nets]
+        if idiom == "penalty":
+            (grad,) = torch.autograd.grad(scaler.scale(losses[0]), x, create_graph=True)
+            losses = [losses[0] + (grad / scaler.get_scale()).square().sum()]
+        for n, loss in enumerate(losses):
+            scaler.scale(loss).backward(retain_graph=n + 1 < len(losses))
+        if i % accumulation:
+            continue
+        for each, optimizer in zip(nets, optimizers, strict=True):
+            if idiom == "clipping":
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    moments = [v for o in optimizers for state in o.state.values() for v in state.values()]
+    return [*itertools.chain(*(each.state_dict().values() for each in nets)), *moments]
+
+
+IDIOMS = ["plain", "clipping", "accumulation", "penalty", "several"]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_an_idiom_of_torch_has_its_bits_where_nothing_overflows(idiom: str, fused: bool) -> None:
+    torchs, ours = torch.amp.GradScaler("cpu", 1024.0, growth_interval=3), GradScaler("cpu", 1024.0, growth_interval=3)
+    right, got = (train(each, fused, idiom, batches(8)) for each in (torchs, ours))
+    assert len(right) == len(got) and all(map(torch.equal, right, got))
+    assert torchs.state_dict() == ours.state_dict()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_bad_batch_leaves_what_it_leaves_with_amp(enabled: bool, fused: bool) -> None:
+    xs, policy = batches(6, bad=2), {"init_scale": 1024.0} if enabled else {}
+    got = train(GradScaler("cpu", 1024.0, enabled=enabled), fused, "plain", xs)
+    amp, model = Amp.named("fp16" if enabled else "fp32", **policy), net()
+    amp.guard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    for x in xs:
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x).float().square().mean()
+        amp.backward(loss)
+        amp.step(optimizer)
+        amp.update()
+        optimizer.zero_grad()
+    right = [*model.state_dict().values(), *(v for state in optimizer.state.values() for v in state.values())]
+    assert all(map(torch.equal, right, got)) and all(bool(each.isfinite().all()) for each in got)
+
+
+def test_states_load_both_ways_and_copies_work() -> None:
+    ours, torchs = GradScaler("cpu", 512.0), torch.amp.GradScaler("cpu", 8.0)
+    ours.scale(torch.ones(()))
+    torchs.load_state_dict(ours.state_dict())
+    assert torchs.get_scale() == 512.0
+    again = GradScaler("cpu")
+    again.load_state_dict({**torchs.state_dict(), "growth_interval": 7})
+    assert (again.get_scale(), again.get_growth_interval()) == (512.0, 7)
+    for twin in (copy.deepcopy(again), pickle.loads(pickle.dumps(again))):
+        assert twin.state_dict() == again.state_dict()
+
+
+def test_what_follows_moves_with_taken_steps_and_its_copies_are_plain() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    schedule, scaler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 0.5**i), GradScaler("cpu", enabled=False)
+    scaler.follow(schedule)
+    for value in (1.0, BAD, 1.0):
+        scaler.scale((weight * value).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        schedule.step()
+    assert (optimizer.param_groups[0]["lr"], scaler.skipped) == (0.25, 1)
+    assert type(copy.deepcopy(schedule)) is torch.optim.lr_scheduler.LambdaLR
+    assert type(copy.copy(schedule)) is torch.optim.lr_scheduler.LambdaLR
+    with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step\\(\\) needs metrics"):
+        scaler.follow(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(TypeError, match="object has no step"):
+        scaler.follow(object())
+    with pytest.raises(RuntimeError, match="takes no closure"):
+        scaler.step(optimizer, lambda: 0.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_too_many_skips_in_a_row_raise_with_the_finding(fused: bool) -> None:
+    scaler = GradScaler("cpu", enabled=False, max_consecutive_skips=3)
+    scaler.finding = "the logarithm of 0"
+    with pytest.raises(TooManySkipsError, match=r"3 steps in a row were skipped.*the logarithm of 0"):
+        train(scaler, fused, "plain", [torch.full((8, 4), BAD)] * 3)
+
+
+def test_importing_the_package_imports_no_trainer_and_the_core_does_not_import_it() -> None:
+    found = (
+        "[m for m in ('accelerate', 'lightning', 'transformers', 'timm', 'hydra', 'torchvision') if m in sys.modules]"
+    )
+    subprocess.run([sys.executable, "-c", f"import sys, amp_plugins; assert not {found}"], cwd=ROOT, check=True)
+    files = [path for folder in ("amp_core", "amp_tools", "recipes") for path in (ROOT / folder).rglob("*.py")]
+    assert not [path for path in files if re.search(r"^\s*(?:from|import) amp_plugins", path.read_text(), re.MULTILINE)]
+
+
+@pytest.mark.parametrize("library", ["torch", *names.NAMES])
+def test_the_private_names_are_there_and_a_missing_one_is_named(library: str, monkeypatch: Any) -> None:
+    if library != "torch":
+        pytest.importorskip(library, reason="the table is of what is installed")
+    import_torchvision()
+    assert names.missing(library) == []
+    if library != "torch":
+        monkeypatch.setitem(names.NAMES, library, ("amp_plugins:GradScaler.gone",))
+        with pytest.raises(ImportError, match=r"there is no amp_plugins:GradScaler.gone"):
+            names.require("timm" if library == "timm" else library)
+
+
+def test_accelerate_is_protected_once_and_refuses_what_steps_by_itself() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="amp_plugins.accelerate is for it")
+    from amp_plugins.accelerate import protect
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    scaler = protect(accelerator)
+    assert protect(accelerator) is scaler and not scaler.is_enabled()
+    accelerator.scaler = None
+    with pytest.raises(ValueError, match=r"enabled=True, and the accelerator mixed_precision='no'"):
+        protect(accelerator, GradScaler("cpu"))
+    accelerator.state.distributed_type = accelerate.utils.DistributedType.DEEPSPEED
+    try:
+        with pytest.raises(ValueError, match="DeepSpeed scales, clips and steps by itself"):
+            protect(accelerator)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
