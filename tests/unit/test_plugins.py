@@ -123,7 +123,7 @@ def test_what_follows_moves_with_taken_steps_and_its_copies_are_plain() -> None:
     assert (optimizer.param_groups[0]["lr"], scaler.skipped) == (0.25, 1)
     assert type(copy.deepcopy(schedule)) is torch.optim.lr_scheduler.LambdaLR
     assert type(copy.copy(schedule)) is torch.optim.lr_scheduler.LambdaLR
-    with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step\\(\\) needs metrics"):
+    with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step\(\) needs metrics"):
         scaler.follow(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
     with pytest.raises(TypeError, match="object has no step"):
         scaler.follow(object())
