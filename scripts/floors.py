@@ -37,10 +37,10 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.850
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_779, 3_052
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_790, 3_058
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 565
+MOST_LINES_OF_PATH = 572
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {
