@@ -27,9 +27,9 @@ BUDGETS = {
     "doctor": (4_140, "doctor"),
     "program": (15_576, "config run cli data models train.py"),
     "amp_tools": (4_373, "amp_tools"),
-    "scripts": (5_333, "scripts"),
+    "scripts": (5_344, "scripts"),
     "amp_plugins": (660, "amp_plugins"),
-    "amp_conformance": (2_460, "amp_conformance"),
+    "amp_conformance": (2_743, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
 program imports, the program half what a run of train.py needs besides."""
