@@ -24,7 +24,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.run.lines import write_text
 from amp_core.run.terminal import say
 from amp_tools.report.charts import Panel, save_png
-from amp_tools.report.folders import find, read_run
+from amp_tools.report.folders import find_runs, read_run
 from amp_tools.report.groups import make_study
 from amp_tools.report.page import html_page
 from amp_tools.report.text import as_dict, left_out, markdown
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     notes: list[str] = []
     if gone := [str(folder) for folder in flags.folders if not folder.exists()]:
         raise ConfigError([f"{folder}: there is no such folder" for folder in gone])
-    runs = [read_run(folder) for folder in find(flags.folders, notes)]
+    runs = [read_run(folder) for folder in find_runs(flags.folders, notes)]
     by = [key.strip() for key in flags.by.split(",") if key.strip()]
     study = make_study(runs, by=by, metric=flags.metric, reference=flags.reference, margin=flags.margin)
     study.notes += notes

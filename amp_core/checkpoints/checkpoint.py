@@ -336,7 +336,7 @@ class Checkpoint:
             CheckpointError: none is sound, it is refused, or it is of another model; nothing was changed.
         """
         self._join()
-        find = reading.find if path is None else reading.must_find
+        find = reading.find_checkpoint if path is None else reading.must_find_checkpoint
         found = find(self.folder if path is None else Path(path), self._ranks, self._select)
         if found is None:
             return None

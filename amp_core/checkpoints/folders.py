@@ -176,6 +176,7 @@ def write_step(target: Path, files: Mapping[str, Sequence[Any]]) -> None:
 
 def complete(temporary: Path, target: Path, files: Mapping[str, Sequence[Any]]) -> None:
     """Writes the last files of a step folder, and gives it its name when they are on disk."""
+    # Contents, then their names, then the rename: after a power cut a step folder has all its files, or is not there.
     for name, data in files.items():
         write_file(temporary / name, *data)
     sync_folder(temporary)

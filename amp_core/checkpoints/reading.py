@@ -59,7 +59,7 @@ class Ranks:
 
 
 class Selection(NamedTuple):
-    """What is taken of a checkpoint."""
+    """The parts of a checkpoint that are loaded."""
 
     want: Want
     wanted: Mapping[str, Any] = MappingProxyType({})  # name of a part -> its state
@@ -91,7 +91,7 @@ def read(path: str | os.PathLike[str], *, notes: list[str] | None = None, key: s
     ones are appended to `notes`; `key` is the setting that named the path. CheckpointError: there is none, or none is
     sound.
     """
-    found = must_find(Path(path), key=key)
+    found = must_find_checkpoint(Path(path), key=key)
     if notes is not None:
         notes += found.notes
     return found.contents
@@ -101,9 +101,9 @@ class NoCheckpoint(CheckpointError):
     """A place that was named holds no checkpoint at all, neither sound nor damaged."""
 
 
-def must_find(path: Path, ranks: Ranks | None = None, select: Select | None = None, key: str = "") -> Found:
-    """As `find`; NoCheckpoint: there is none. `key` is the setting that named the path."""
-    found = find(path, ranks, select)
+def must_find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | None = None, key: str = "") -> Found:
+    """As `find_checkpoint`; NoCheckpoint: there is none. `key` is the setting that named the path."""
+    found = find_checkpoint(path, ranks, select)
     if found is None:
         raise NoCheckpoint(f"{key and f'{key}='}{path}: {_why_none(path)}")
     return found
@@ -117,7 +117,7 @@ def _why_none(path: Path) -> str:
     return "holds neither a run nor a checkpoint"
 
 
-def find(path: Path, ranks: Ranks | None = None, select: Select | None = None) -> Found | None:
+def find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | None = None) -> Found | None:
     """The checkpoint that `path` means: the named one, or the newest sound one of a folder; None if that has none.
 
     With `ranks` all of them find the same one. Collective.

@@ -1,8 +1,8 @@
 """The configuration and the jobs of a sweep, composed by Hydra.
 
 Hydra stops at the first problem, raises many kinds of exceptions, and creates folders before the task runs. So
-`overrides.py` looks at every override first, by itself, and here is looked at the whole: `compose` either returns plain
-values or raises one `ConfigError`.
+`overrides.py` checks each override first, and this module the whole: `compose` either returns plain values or raises
+one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def use_config_dir(folder: str) -> None:
 
 
 def check_config_dirs() -> None:
-    """Raises ConfigError where two names in all folders are one, or one is no file: Hydra passes over it."""
+    """Raises ConfigError where two names in all folders are one, or one is no file, which Hydra skips."""
     first: dict[str, Path] = {}
     for folder in config_dirs() if config_dirs()[1:] else ():
         for file in (*folder.glob("*/*.yaml"), *folder.glob("recipe/*.py")):

@@ -69,7 +69,7 @@ def lease(
             except BlockingIOError:
                 os.close(file)
                 return None
-            except OSError:  # no lock to be had here, ever
+            except OSError:  # this file system has no locks
                 os.close(file)
                 raise
             stack.callback(os.close, file)

@@ -73,7 +73,7 @@ def check_overrides(
     """(sound overrides in the form Hydra takes, problems) of the command line, each override on its own.
 
     With `problems_of`, which says what is wrong with sound overrides, what an unknown key should have been is tried
-    before it is told.
+    before it is reported.
     """
     sound: list[str] = []
     problems: list[str] = []

@@ -87,7 +87,7 @@ def records_of(sweep_dir: Path, jobs: Iterable[tuple[str, Sequence[str]]]) -> li
     for folder, overrides in jobs:
         record = read_record(sweep_dir, folder) or Record(folder, list(overrides))
         if record.status == "not started" and status_of(sweep_dir / folder) == "running":
-            record.status, record.error = "failed", "killed: it left no result; the same command goes on with it"
+            record.status, record.error = "failed", "killed: it left no result; the same command resumes it"
         found.append(record)
     return found
 
@@ -237,5 +237,5 @@ def table(records: Sequence[Record], sweep_dir: Path, report: str) -> str:
     done = sum(record.status == "finished" for record in records)
     lines += ["", f"{done} of {len(records)} jobs finished; the report: {report}"]
     if done < len(records):
-        lines.append(f"the same command with hydra.sweep.dir={sweep_dir} goes on with the others")
+        lines.append(f"the same command with hydra.sweep.dir={sweep_dir} resumes the others")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config
 
 MOST_STEPS = 10**8
-"""Of a run: its schedule is a table with a row for each step."""
+"""The most steps of a run: its schedule is a table with a row for each step."""
 
 
 def is_length(value: object) -> bool:

@@ -130,7 +130,7 @@ _check: ContextVar[Callable[[int, slice, Any], None] | None] = ContextVar("check
 
 
 @contextlib.contextmanager
-def checked(check: Callable[[int, slice, Any], None]) -> Iterator[None]:
+def checking_batches(check: Callable[[int, slice, Any], None]) -> Iterator[None]:
     """Around evaluations: `check` is called with each batch of an `EvalLoader`, and may raise to stop it.
 
     It is given the number of the batch, its samples in the data set, and the batch. All ranks have the same number of

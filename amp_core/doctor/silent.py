@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from amp_core.data.loading import checked
+from amp_core.data.loading import checking_batches
 from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, advice_for, cause_of, keep_fp32_override, listed
 from amp_core.doctor.findings import is_among
 from amp_core.doctor.fixes import FixSearch
@@ -263,7 +263,7 @@ class Silent(Observer):
                 samples.extend(rows.start + row for row in bad_rows(tensor) if len(tensor) == rows.stop - rows.start)
 
         trace = Trace(names, named_tensors(doctor.nets, ()))
-        with loop.env.eagerly(), checked(look_at), trace:
+        with loop.env.eagerly(), checking_batches(look_at), trace:
             loop.evaluation.metrics_of_nets()
         findings = [finding for findings in doctor.agree(trace.findings[:1]) for finding in findings]
         if not findings:

@@ -172,6 +172,8 @@ class PartialFC:
             moved = self._add_margin(target, self.margin)
         logits = cosine.scatter_(1, column, torch.where(here, moved.detach(), target)).mul_(self.scale)
 
+        # The softmax over all ranks' classes: by the largest logit of all, so that no exponential exceeds 1. A sample's
+        # own logit is on one rank, and 0 on the others: a sum brings it, and the denominator, to all in one reduction.
         largest = logits.amax(1, keepdim=True)
         _all_reduce(largest, dist.ReduceOp.MAX)
         exponentials = logits.sub_(largest).exp_()

@@ -151,7 +151,7 @@ def _sum_compressed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
     if bucket.buffer().is_sparse:
         return _sum(bucket)
     buffer, num_ranks = bucket.buffer(), dist.get_world_size()
-    share = -(-buffer.numel() // num_ranks)
+    share = -(-buffer.numel() // num_ranks)  # rounded up: all parts have one size, the last is padded with zeros
     sent = torch.zeros(num_ranks * share, dtype=torch.bfloat16, device=buffer.device)
     sent[: buffer.numel()].copy_(buffer)
     received = torch.empty_like(sent)

@@ -57,7 +57,8 @@ class _Cut:
         for number, param in enumerate(params):
             start, size = 0, param.numel()
             while start < size:
-                # The end of this rank's slice, in elements of this weight.
+                # The end of this rank's slice, in elements of this weight: from the total, so that rounding does not
+                # accumulate over ranks.
                 room = total * (rank + 1) // num_ranks - done
                 if between:
                     end = size if room >= size / 2 or rank == num_ranks - 1 else 0

@@ -91,6 +91,7 @@ class Adam16(torch.optim.Optimizer):
             amsgrad=False,
             maximize=False,
         )
+        # Each of up to 4096 buckets has its own noise; with the same one, rounding errors would be correlated.
         noise = noise_16bit(whole.numel(), steps[0].to(torch.int64) * 4096 + number)
         foreach_copy_(lows, list(round_stochastically(whole, noise).split(sizes)))
 

@@ -11,6 +11,8 @@ def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     The relative error is at most 2^-17 (bfloat16).
     """
+    # Of a value in [2^e, 2^(e+1)) bfloat16, with ulps of 2^(e-7), leaves a rest of at most 2^(e-8). Numbers up to there
+    # have ulps of at most 2^(e-16), so that the rest is off by half of one, 2^-17 of the value.
     low = value.to(dtype)
     # Once more, for ties: the remainder may have been rounded to just half of a last digit.
     value = low.float() + _rest(value, low)

@@ -58,7 +58,7 @@ class _Fp32:
     rest: Tensor | None
     """kahan: value minus weight, in 16 bits."""
     version: int | None = None
-    """Of the weight when it was last known to be the rounded value; None: somebody has its `data`."""
+    """The version of the weight when it was last known to be the rounded value; None: a program has its `data`."""
 
     def value(self, low: Tensor) -> Tensor:
         """The fp32 value of the weight `low`, exactly. No host-device sync."""

@@ -119,7 +119,7 @@ class CudaGraphStep:
         self._play: Callable[[], None] | None = None
         self._returned: Any = None
         self._static: list[Tensor] = []
-        self._moved: list[Tensor | None] = []
+        self._taken: list[Tensor | None] = []
         self._counts: list[Tensor | None] = []
 
     def __call__(self, step: Step, window: list[MicroBatch]) -> Any:
@@ -155,8 +155,8 @@ class CudaGraphStep:
         assert self._play is not None
         self._play()
         # The only Python state of a step.
-        for schedule, moved in zip(self._schedules, self._moved, strict=True):
-            schedule.moved = moved
+        for schedule, taken in zip(self._schedules, self._taken, strict=True):
+            schedule.last_taken = taken
         return self._returned
 
     def _try(self, step: Step, window: list[MicroBatch], tensors: list[Tensor]) -> str | None:
@@ -179,7 +179,7 @@ class CudaGraphStep:
         if changed:
             put_back()
             return f"a step replaces the tensor of {changed[0]}"
-        self._moved = [schedule.moved for schedule in self._schedules]
+        self._taken = [schedule.last_taken for schedule in self._schedules]
         self._counts = list(map(counts_of, self._optimizers))
         logger.info("perf.graph: step captured, and replayed from here on")
         return None

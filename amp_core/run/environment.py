@@ -95,7 +95,7 @@ class Environment:
         self.doctor: Callable[[Any], tuple[Watch | None, Statistics | None]] = lambda loop: (None, None)
         """Makes the doctor of a loop, and what measures some of its steps."""
         self.closing = contextlib.ExitStack()
-        """What is done when the run ends, however it ends."""
+        """Callbacks for the end of the run, however it ends."""
 
     @property
     def devices(self) -> list[torch.device]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from amp_core.config.errors import Diverged
 from amp_core.config.schema import AmpConfig
 from amp_core.data.base import Dataset
-from amp_core.data.loading import GaveUp, checked
+from amp_core.data.loading import GaveUp, checking_batches
 from amp_core.run.environment import Environment
 from amp_core.run.meters import Clock, Symptoms
 from amp_core.step.amp import Amp
@@ -57,7 +57,7 @@ class Evaluation:
         """Evaluate; false if a signal or the time limit stopped it between two batches."""
         began = time.monotonic()
         try:
-            with checked(self._check_stop):
+            with checking_batches(self._check_stop):
                 self.metrics = self.metrics_of_nets()
         except _Stopped:
             return False

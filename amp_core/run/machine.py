@@ -100,7 +100,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     }
 
 
-def moved(checkpoint: Path, device: torch.device) -> str | None:
+def changed_machine(checkpoint: Path, device: torch.device) -> str | None:
     """What to log when a checkpoint was made on another machine than this one: one sentence that names both.
 
     None if they are alike, or nothing is known about the other one: environment.json of its run folder tells.

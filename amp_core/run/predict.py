@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.checkpoints.reading import Selection, must_find
+from amp_core.checkpoints.reading import Selection, must_find_checkpoint
 from amp_core.config.checks import IMAGE_ENDINGS, Skipped, images_below, lacks_data, skipped_note
 from amp_core.config.errors import ConfigError, Diverged, RunError
 from amp_core.config.files import open_file, remove
@@ -41,7 +41,7 @@ def with_data(cfg: Config) -> Config:
         return cfg
     _images_of(cfg.predict_on or "")
     place = cfg.run_dir if cfg.resume in ("auto", "last", "never") else cfg.resume
-    found = must_find(Path(place or ""), select=lambda *_: Selection(lambda entry: None))
+    found = must_find_checkpoint(Path(place or ""), select=lambda *_: Selection(lambda entry: None))
     classes = found.contents["progress"].get("classes", [])
     return replace(cfg, data=replace(cfg.data, path=cfg.predict_on, exclude=None, num_classes=max(len(classes), 1)))
 

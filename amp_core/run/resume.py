@@ -16,7 +16,7 @@ from amp_core.config.parse import show_value
 from amp_core.config.rules import MAY_CHANGE, differences
 from amp_core.config.schema import SHARDED, Config
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
-from amp_core.run.machine import moved
+from amp_core.run.machine import changed_machine
 from amp_core.run.terminal import say
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     notes.append(f"{verbs[cfg.task]} step {loop.step}: {loaded.path}")
     if cfg.task != "train":
         return notes, warnings
-    if elsewhere := moved(loaded.path, env.device):
+    if elsewhere := changed_machine(loaded.path, env.device):
         notes.append(elsewhere)
     beyond = [planned[name] - schedule.num_steps for name, schedule in loop.schedules.items()]
     if max(beyond, default=0) > 0:

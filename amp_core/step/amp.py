@@ -327,7 +327,7 @@ class Amp:
                 skipped = torch.addcmul(overflow, window.loss, self._zero).ne_(self._zero)  # inf times 0 is NaN
             window.is_stepping, Amp.num_calls = True, Amp.num_calls + 1
             window.num_stepped += len(states)
-            if agree:
+            if agree:  # in one reduction, before any weight moves: replicas that decide differently drift apart
                 both = torch.stack((overflow, skipped))
                 dist.all_reduce(both, op=dist.ReduceOp.MAX)
                 overflow, skipped = both.unbind()
@@ -337,7 +337,7 @@ class Amp:
             skipped = torch.ones_like(skipped) if skips else skipped
             taken = torch.eq(skipped, self._zero)
             taken = taken if has_grads else torch.zeros_like(taken)
-            torch.clear_autocast_cache()
+            torch.clear_autocast_cache()  # an enclosing region would serve copies of the weights before this step
             on_host = None if on_device else not skips and has_grads and self._decide_on_host(states, taken)
             for state in states:
                 state.stepped = True

@@ -57,6 +57,7 @@ class Clip:
 
     def divisor(self, norm: Tensor, numbers: Numbers) -> Tensor:
         """norm: the divisor of all gradients, a 0-d tensor of at least 1, from their 0-d global norm."""
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_. Of an infinite norm it is infinite, and that step is skipped.
         return torch.maximum((norm + numbers[1e-6]).div_(numbers[self.threshold]), numbers[1.0])
 
     def __call__(self, params: list[Tensor], grads: list[Tensor], norm: Tensor | None = None) -> None:

@@ -25,7 +25,7 @@ class Ema:
     """An exponential moving average of a network's weights and floating-point buffers.
 
     Where a buffer or a frozen weight is infinite, as in a causal mask, there is no average: the value is copied. `Amp`
-    sees to it that trained weights are finite.
+    keeps trained weights finite.
 
     Args:
         net: the network that is trained, wrapped or not.

@@ -39,7 +39,7 @@ KNOWN = (
 GROUP = "amp_recipes_optimizers"
 
 
-def find(name: str, package: str | None) -> type[Optimizer]:
+def find_optimizer(name: str, package: str | None) -> type[Optimizer]:
     """The class of `optimizer.name`. ValueError: there is none, or it may not be imported."""
     top, module, kind = name.partition(".")[0], *name.rpartition(".")[::2]
     allowed = {*KNOWN, *(entry.value.partition(":")[0].partition(".")[0] for entry in entry_points(group=GROUP))}

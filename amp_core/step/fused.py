@@ -133,7 +133,7 @@ def take_step(state: OptimizerState, taken: Tensor, found_inf: Tensor, *, severa
             torch_step(optimizer, found_inf, divisor)
         return
     own: FusedStep | None = optimizer.__dict__.get(_CACHE)
-    if is_watched(optimizer):
+    if must_be_called(optimizer):
         own = None
     elif own is None or not own.fits(state.params):
         own = FusedStep.of(optimizer, state.params, found_inf.device)
@@ -168,7 +168,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
     torch wraps a step in a profiler scope and in a function that sets the grad mode and informs the compiler.
     """
     hooked: Any = type(optimizer).step
-    step = None if is_watched(optimizer) else hooked.__wrapped__
+    step = None if must_be_called(optimizer) else hooked.__wrapped__
     if (
         step is None
         or getattr(hooked, "__globals__", None) is not _TORCHS  # another decorator has copied `hooked`
@@ -190,7 +190,7 @@ def _scope(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
     return torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step")
 
 
-def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+def must_be_called(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something depends on `optimizer.step()` being called: hooks, a scheduler."""
     return bool(
         "step" in optimizer.__dict__  # a learning rate scheduler or a tracker has put its own there

@@ -98,17 +98,17 @@ def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:
                 param.grad = grads[i] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
 
 
-def run_backward(loss: Tensor, seed: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:
-    """`torch.autograd.backward(loss, seed, ...)` of plain tensors.
+def run_backward(loss: Tensor, initial: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:
+    """`torch.autograd.backward(loss, initial, ...)` of plain tensors.
 
     torch's function imports sympy to compare two shapes when it gets a gradient: half a second before the first step.
     """
     no_inputs = inputs is not None and not inputs
-    if _run_backward is None or type(loss) is not Tensor or loss.shape != seed.shape or no_inputs:
-        torch.autograd.backward(loss, seed, retain_graph, inputs=inputs)
+    if _run_backward is None or type(loss) is not Tensor or loss.shape != initial.shape or no_inputs:
+        torch.autograd.backward(loss, initial, retain_graph, inputs=inputs)
     else:
         inputs = tuple(inputs or ())
-        _run_backward((loss,), (seed,), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
+        _run_backward((loss,), (initial,), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
 
 
 def grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:

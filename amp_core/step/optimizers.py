@@ -37,7 +37,7 @@ def _class_of(name: str, package: str | None) -> type[torch.optim.Optimizer]:
     if "." in name:
         from amp_core.step import foreign  # other runs need none of it
 
-        return foreign.find(name, package)
+        return foreign.find_optimizer(name, package)
     if name != "AdamW8bit":
         return available()[name]
     from amp_core.lowp.adam8 import AdamW8bit  # imports torchao, for seconds

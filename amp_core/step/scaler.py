@@ -74,7 +74,7 @@ class LossScale:
 
     @property
     def inverse(self) -> Tensor:
-        """1 / scale, 0-d float32."""
+        """1 / scale, 0-d float32: exact where the scale is a power of two, as with the default factors."""
         return self.scale.reciprocal()
 
     def update(self, found_inf: Tensor) -> None:

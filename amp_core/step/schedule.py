@@ -94,7 +94,7 @@ class Schedule:
         self._last = torch.full_like(self.num_taken, num_steps - 1)
         for i in self._tables:
             self._rates.setdefault(i, torch.zeros(1, device=device))
-        self.moved: Tensor | None = None
+        self.last_taken: Tensor | None = None
         """`taken` of the last step, 0-d; for `last_rate`."""
         self._link()
 
@@ -108,7 +108,7 @@ class Schedule:
     def advance(self, report: StepReport) -> None:
         """Advance if the step was taken. No host-device sync, but for the report of an optimizer other than its own."""
         if not report.is_rehearsal:
-            self.moved = report.taken
+            self.last_taken = report.taken
         if len(self._holder.param_groups) != len(self._owner):  # one that `add_param_group` did not add
             self._take_in_groups()
         if not self._on_device:
@@ -137,7 +137,7 @@ class Schedule:
 
     def last_rate(self) -> Tensor:
         """The first group's learning rate in the last step, taken or skipped: 0-d. No host-device sync."""
-        moved = 0 if self.moved is None else self.moved.to(self.num_taken)
+        moved = 0 if self.last_taken is None else self.last_taken.to(self.num_taken)
         index = (self.num_taken - moved).clamp(min=0, max=self.num_steps - 1)
         return self._tables[self._owner[0]].index_select(0, index)[0]
 
@@ -154,11 +154,11 @@ class Schedule:
 
     def counters(self) -> dict[str, int]:
         """Whether the last step moved the rate: a log line may come before the next one. Waits for the device."""
-        return {"moved": 0 if self.moved is None else int(self.moved.item())}
+        return {"moved": 0 if self.last_taken is None else int(self.last_taken.item())}
 
     def load_counters(self, progress: Mapping[str, Any]) -> None:
         """Restores what `counters` returned."""
-        self.moved = torch.full((), int(progress.get("moved", 0)), device=self.num_taken.device)
+        self.last_taken = torch.full((), int(progress.get("moved", 0)), device=self.num_taken.device)
 
 
 _scheduled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -64,7 +64,7 @@ def _fields(batch: Any, *, is_outermost: bool = False) -> Iterator[Tensor]:
     elif isinstance(batch, Mapping):
         for field in batch.values():
             yield from _fields(field)
-    # Mappings with the same keys are samples that nobody has collated.
+    # Mappings with the same keys are samples that were not collated.
     elif is_outermost and isinstance(batch, list | tuple) and not _are_samples(batch):
         for field in batch:
             yield from _fields(field)

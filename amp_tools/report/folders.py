@@ -1,6 +1,6 @@
 """Run folders as they are found: finished, running, half-written, damaged. Reading one never fails and never hangs.
 
-    for folder in find([Path("multirun")], notes):
+    for folder in find_runs([Path("multirun")], notes):
         run = read_run(folder)          # .status, .config by full keys, .summary, .problems
         curves = read_curves(run)       # what metrics.jsonl says, thinned out
 
@@ -119,7 +119,7 @@ def plain(value: Any) -> Any:
 # --- finding ----------------------------------------------------------------------------------------------------------
 
 
-def find(folders: Iterable[Path], notes: list[str]) -> list[Path]:
+def find_runs(folders: Iterable[Path], notes: list[str]) -> list[Path]:
     """The run folders among and below these, each once, in order of their names.
 
     Args:

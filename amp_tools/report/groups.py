@@ -19,7 +19,7 @@ from typing import Any, Literal
 from amp_core.config.errors import ConfigError, suggest
 from amp_tools.report.folders import Run, is_ours
 from amp_tools.report.significance import Comparison, compare, judge
-from amp_tools.report.words import counted, digits_for, metric_words, shown, speed_words, spread
+from amp_tools.report.words import brief, counted, digits_for, metric_words, speed_words, spread
 
 IRRELEVANT = (
     "seed",
@@ -337,16 +337,16 @@ def _splits(names: list[str], differing: dict[str, list[Any]], runs: Sequence[Ru
 
 
 def _setting(key: str, value: Any) -> str:
-    return str(value) if key.endswith(".name") else f"{key}={shown(value)}"
+    return str(value) if key.endswith(".name") else f"{key}={brief(value)}"
 
 
 def _label(names: Sequence[str], settings: Sequence[Any], keys: Sequence[str]) -> str:
     parts = []
     for name, value in zip(names, settings, strict=True):
         if name in keys:
-            parts.append(str(value) if name.endswith(".name") else f"{name.rpartition('.')[2]}={shown(value)}")
+            parts.append(str(value) if name.endswith(".name") else f"{name.rpartition('.')[2]}={brief(value)}")
         elif value is not None:
-            parts.append(f"{name.rpartition('.')[2]}={shown(value)}")
+            parts.append(f"{name.rpartition('.')[2]}={brief(value)}")
     return ", ".join(parts) or "all"
 
 

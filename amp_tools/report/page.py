@@ -25,7 +25,7 @@ from amp_tools.report.folders import Run, read_reports
 from amp_tools.report.groups import Section, Study, made_on
 from amp_tools.report.panels import MOST_GROUPS, capitalised, drawn_groups, panels_of
 from amp_tools.report.text import MOST_SECTIONS
-from amp_tools.report.words import counted, reason, shown, spread
+from amp_tools.report.words import brief, counted, reason, spread
 
 _LONG = 2000
 """Rows of a table."""
@@ -136,13 +136,13 @@ def _differences(study: Study) -> tuple[list[str], list[list[str]]] | None:
     if len(study.sections) == 1 and len(groups) <= 8:
         rows = []
         for key in study.differing:
-            values = [dict.fromkeys(shown(run.config.get(key)) for run in group.runs) for group in groups]
+            values = [dict.fromkeys(brief(run.config.get(key)) for run in group.runs) for group in groups]
             rows.append([key, *(", ".join(each)[:80] for each in values)])
         return ["setting", *(group.label for group in groups)], rows
     rows = []
     for key, values in study.differing.items():
         more = f" and {len(values) - 12} more" if len(values) > 12 else ""
-        rows.append([key, (", ".join(shown(value) for value in values[:12]) + more)[:400]])
+        rows.append([key, (", ".join(brief(value) for value in values[:12]) + more)[:400]])
     return ["setting", "values"], rows
 
 

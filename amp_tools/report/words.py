@@ -11,7 +11,7 @@ from amp_tools.report.folders import Run
 from amp_tools.report.significance import LEAST_SEEDS, MOST_SEEDS, Comparison
 
 
-def shown(value: Any) -> str:
+def brief(value: Any) -> str:
     """A setting's value, short."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()

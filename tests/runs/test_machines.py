@@ -16,7 +16,7 @@ from running import checkpoints, lines, same_but, state, summary
 from small import RUN
 
 import train
-from amp_core.run.machine import _what_matters, describe_cpu, describe_device, describe_versions, moved
+from amp_core.run.machine import _what_matters, changed_machine, describe_cpu, describe_device, describe_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [*RUN, "run_dir=a"]
@@ -91,7 +91,7 @@ def test_a_clock_that_is_set_changes_neither_results_nor_rates(by, monkeypatch):
 def note(before, folder=Path("run")):
     folder.mkdir(exist_ok=True)
     (folder / "environment.json").write_text(before if isinstance(before, str) else json.dumps(before))
-    return moved(folder / "checkpoints/step_00000002", CPU)
+    return changed_machine(folder / "checkpoints/step_00000002", CPU)
 
 
 def this():
@@ -127,7 +127,7 @@ def test_what_decides_about_bits_is_compared_as_far_as_it_is_known(case):
 
 
 def test_no_environment_json_is_none(tmp_path):
-    assert moved(tmp_path / "checkpoints/step_00000002", CPU) is None
+    assert changed_machine(tmp_path / "checkpoints/step_00000002", CPU) is None
 
 
 def test_on_a_gpu_the_processor_does_not_count():

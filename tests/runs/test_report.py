@@ -16,7 +16,7 @@ from shared import script
 from amp_core.cli.compose import compose
 from amp_core.cli.run_folders import stored_config
 from amp_core.config.rules import flatten
-from amp_tools.report.folders import find, read_curves, read_run
+from amp_tools.report.folders import find_runs, read_curves, read_run
 from amp_tools.report.groups import make_study
 from amp_tools.report.page import html_page
 from amp_tools.report.significance import compare, holm, judge, t_quantile, t_two_sided
@@ -47,7 +47,7 @@ def make_run(folder, *overrides, seed=1, value=0.97, speed=1000.0, status="finis
 
 def study_of(folder, **options):
     notes = []
-    study = make_study([read_run(path) for path in find([folder], notes)], **options)
+    study = make_study([read_run(path) for path in find_runs([folder], notes)], **options)
     study.notes += notes
     return study
 
@@ -289,7 +289,7 @@ def test_links_files_and_what_is_no_run_are_passed_over(tmp_path):
     (runs / ".jobs").mkdir()  # a sweep's records
     (runs / ".submitit").mkdir()
     notes = []
-    assert find([runs, runs / "a", runs / "file"], notes) == [runs / "a"]
+    assert find_runs([runs, runs / "a", runs / "file"], notes) == [runs / "a"]
     notes = sorted(re.sub(r".*/runs/(\w+): (\w+ \w+).*", r"\1: \2", note) for note in notes)
     assert notes == ["file: a file", "link: a link", "loop: a link", "never_began: a job"]
 
