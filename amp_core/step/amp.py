@@ -303,9 +303,8 @@ class Amp:
             unclipped: optimizers to which `clip` does not apply, such as that of a head.
 
         Raises:
-            RuntimeError: a second step before `update`.
+            RuntimeError, ValueError: a second step before `update`; no optimizer, one twice, or a weight of several.
             TypeError: 16-bit weights under a loss scale, sparse gradients and a fused step, or a step with a closure.
-            ValueError: no optimizer, one twice, or a weight that several optimizers of the window own.
         """
         several = not isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer, Iterable)
         optimizers: list[torch.optim.Optimizer] = list(optimizer) if several else [optimizer]  # type: ignore[list-item]

@@ -120,9 +120,8 @@ _after = reader("torch.optim.Optimizer._optimizer_step_post_hooks", lambda optim
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the tensor `found_inf` makes `optimizer.step()` do nothing: of fused ones, but for SGD with dampening.
 
-    Wrappers share the groups of a fused optimizer, and subclasses its attributes, but do more in a step, as do hooks.
-    So the very method that is called must be written for it. Dampening applies to all steps but the first taken one,
-    which the host does not know.
+    Wrappers and subclasses of fused optimizers do more in a step, as do hooks: the method that is called must be
+    written for it. Dampening applies to all steps but the first taken one, which the host does not know.
     """
     kind, own = type(optimizer), optimizer.__dict__
     by_itself = _skips_by_itself(kind, kind.step)

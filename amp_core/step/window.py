@@ -202,10 +202,9 @@ def _gather(numbers: Sequence[float]) -> list[list[float]]:
 def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManager[Any]:
     """Reduce gradients over ranks in this forward and backward only `when` it is the window's last.
 
-    The forward pass must lie inside; it decides for its backward pass, wherever that runs, as in
-    DistributedDataParallel. Networks sharded by `fully_shard`, where the backward pass decides, keep to what the latest
-    `sync_grads` of them says. Not to be nested over one network. Without a wrapper that reduces gradients this does
-    nothing.
+    The forward pass must lie inside and decides for its backward pass, wherever that runs, as in
+    DistributedDataParallel; in networks sharded by `fully_shard` the latest `sync_grads` decides. Not to be nested over
+    one network. A no-op without a wrapper that reduces gradients.
     """
     for net in nets:
         if hasattr(net, "set_requires_gradient_sync"):
