@@ -40,7 +40,7 @@ TESTS_TO_CODE = 0.850
 MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_788, 3_060
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 563
+MOST_LINES_OF_PATH = 570
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {
