@@ -2,8 +2,8 @@
 
     from amp_plugins import GradScaler                          # in place of torch.amp.GradScaler
     from amp_plugins.accelerate import protect
-    from amp_plugins.huggingface import AmpMixin, HfDoctor, SafeTrainer
-    from amp_plugins.lightning import AmpPrecision, FabricPrecision, LightningDoctor
+    from amp_plugins.huggingface import AmpMixin, SafeTrainer
+    from amp_plugins.lightning import AmpPrecision, FabricPrecision
     from amp_plugins.timm import NativeScaler
 
 Importing this package imports torch alone; a trainer's library is imported by its module.

@@ -1,6 +1,6 @@
 """Lightning and Fabric: a precision plugin.
 
-Trainer(plugins=[AmpPrecision("bf16-mixed")], callbacks=[LightningDoctor()])
+Trainer(plugins=[AmpPrecision("bf16-mixed")])
 Fabric(plugins=[FabricPrecision("16-mixed")])
 """
 

@@ -214,7 +214,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         elif self.num_updates % self.max_consecutive_skips == 0:
             self._streak = int(amp.num_consecutive_skips)
         if self._streak >= self.max_consecutive_skips:
-            found = self.finding or "a doctor names the operation: see docs/OTHER_TRAINERS.md"
+            found = self.finding or "Doctor(amp, model).locate(step, batch) of amp_core names the operation"
             scale = f", the loss scale is {amp.scale:g}" if self._enabled else ""
             raise TooManySkipsError(
                 f"{self._streak} steps in a row were skipped, since losses or gradients are not finite{scale}. {found}"
