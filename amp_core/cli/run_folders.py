@@ -35,7 +35,7 @@ CONSTANT = ".jobs/constant"
 
 def choose_run_dir(cfg: Config) -> str | None:
     """The run folder of a single run; None for what writes nothing. Creates nothing. ConfigError: it cannot be."""
-    if cfg.dry_run or cfg.task in ("evaluate", "export"):
+    if cfg.task in ("evaluate", "export") or (cfg.dry_run and (cfg.run_dir is None or cfg.task != "train")):
         return None
     if cfg.resume == "last" and cfg.task == "train":
         return last_unfinished(cfg)
@@ -44,7 +44,7 @@ def choose_run_dir(cfg: Config) -> str | None:
         raise ConfigError(problem)
     if cfg.run_dir is not None:
         check_run_dir(run_dir, cfg)
-    return run_dir
+    return None if cfg.dry_run else run_dir
 
 
 def check_run_dir(run_dir: str, cfg: Config) -> None:

@@ -7,17 +7,19 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from amp_core.checkpoints.reading import must_find_checkpoint
 from amp_core.config.schema import scale_cap
 from amp_core.layouts.memory_model import traffic, weights_of
 from amp_core.lowp.islands import island_names
 from amp_core.run.layers import show_layers
 from amp_core.run.log import Log
 from amp_core.run.perf import planned_memory
-from amp_core.run.resume import repeats
+from amp_core.run.resume import named_place, repeats
 from amp_core.run.terminal import say, wrapped
 from amp_core.run.throughput import flops_per_token, peak_of
 from amp_core.step.window import MicroBatch
@@ -60,6 +62,8 @@ def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
 def dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list[MicroBatch]]:
     """Print the plan, and have the recipe compute a small window for the table of layers."""
     if loop.env.is_main:
+        if (place := named_place(loop.cfg)) is not None:
+            must_find_checkpoint(Path(place))
         lines = [*loop.env.job.notes, *repeats(loop), plan(loop), plan_in_detail(loop)]
         say(wrapped("\n".join(lines), sys.stdout))
     yield from show_layers(loop, count)

@@ -96,7 +96,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
             )
     if sound("log"):
         problems += check_log(cfg.log)
-    if sound("run_dir") and cfg.run_dir and not cfg.dry_run and cfg.task == "train":
+    if sound("run_dir") and cfg.run_dir and cfg.task == "train":
         reason = why_no_folder(Path(cfg.run_dir))
         problems += [f"run_dir={cfg.run_dir}: {reason}"] if reason else []
     return problems, warnings

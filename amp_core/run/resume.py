@@ -110,6 +110,17 @@ def _settings_of(old: Mapping[str, Any], cfg: Config) -> str:
     return f" It was made with other settings; {' and '.join(how)}" if how else ""
 
 
+def is_named(cfg: Config) -> bool:
+    """Whether `resume` names a place."""
+    return cfg.resume not in ("auto", "last", "never")
+
+
+def named_place(cfg: Config) -> str | None:
+    """The run or checkpoint that a task cannot begin without; None: it needs none."""
+    reads = cfg.task in ("evaluate", "export") or (cfg.task == "predict" and cfg.model.weights is None)
+    return cfg.resume if is_named(cfg) else cfg.run_dir if reads else None
+
+
 def resume(loop: Loop) -> tuple[list[str], list[str]]:
     """Load the checkpoint that a run begins with, if there is one, and set where it stands. Collective.
 
@@ -120,10 +131,8 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     notes = list(env.job.notes)
     loop.classes = [] if lacks_data(cfg) else names_of_classes(cfg.data)
     planned = {name: schedule.num_steps for name, schedule in loop.schedules.items()}
-    is_named = cfg.resume not in ("auto", "last", "never")
-    reads = cfg.task in ("evaluate", "export") or (cfg.task == "predict" and cfg.model.weights is None)
-    place = cfg.resume if is_named else cfg.run_dir if reads else None
-    own = env.run_dir is not None and not (is_named and cfg.task == "predict")
+    place = named_place(cfg)
+    own = env.run_dir is not None and not (is_named(cfg) and cfg.task == "predict")
     loaded = loop.checkpoint.load() if own else None
     if loaded is None and place is not None:
         loaded = loop.checkpoint.load(place)

@@ -44,13 +44,14 @@ NAMED = {
 PLACES = {"begun": "the run has saved no checkpoint yet", "other": "holds neither a run nor a checkpoint"}
 
 
+@pytest.mark.parametrize("plan", [[], ["dry_run=true"]], ids=["run", "plan"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("setting", NAMED)
-def test_a_place_without_a_checkpoint_says_why_in_the_same_words(setting, place, trained, capsys):
+def test_a_place_without_a_checkpoint_says_why_in_the_same_words(setting, place, plan, trained, capsys):
     shutil.copytree(trained, "begun")
     shutil.rmtree("begun/checkpoints")
     Path("other").mkdir()
-    command = [*RUN, "steps=1", *setting.format(place).split()]
+    command = [*RUN, "steps=1", *setting.format(place).split(), *plan]
     assert train.main(command) == NAMED[setting]
     said = capsys.readouterr().err
     key = setting.split()[-1].removesuffix("={}")
