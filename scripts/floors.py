@@ -34,7 +34,7 @@ BUDGETS = {
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
 program imports, the program half what a run of train.py needs besides."""
 
-TESTS_TO_CODE = 0.850
+TESTS_TO_CODE = 0.820
 """Lines of tests to those of all other Python, at most."""
 
 MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_788, 3_060

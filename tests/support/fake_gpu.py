@@ -112,7 +112,7 @@ def fake_gpu(kind: str = "cuda") -> Iterator[FakeGpu]:
         mock.patch.object(FakeTensorMode, "avoid_device_init", True),
         mock.patch("torch._subclasses.fake_tensor.init_gpu_context"),
         mock.patch("torch.cuda.is_available", return_value=kind == "cuda"),
-        mock.patch("amp_core.step.amp.is_there", return_value=kind != "cuda"),
+        mock.patch("amp_core.step.settings.is_there", return_value=kind != "cuda"),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
         mock.patch("torch.cuda.is_bf16_supported", return_value=True),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
