@@ -30,7 +30,7 @@ from amp_core.cli.command import answering
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import shown
 from amp_core.run.terminal import say
-from amp_tools.report.folders import Run, find, plain, read_run
+from amp_tools.report.folders import Run, find_runs, plain, read_run
 from amp_tools.report.groups import differing_settings
 from amp_tools.report.prune import Plan, carry_out, plan_checkpoints, plan_runs
 from amp_tools.report.prune import as_dict as plan_as_dict
@@ -46,7 +46,7 @@ def picked(args: argparse.Namespace) -> list[Run]:
     if gone := [str(folder) for folder in folders if not folder.exists()]:
         raise ConfigError([f"{folder}: there is no such folder" for folder in gone])
     notes: list[str] = []
-    runs = [read_run(folder) for folder in find(folders, notes)]
+    runs = [read_run(folder) for folder in find_runs(folders, notes)]
     for note in notes:
         print(f"passed over: {shown(note)}", file=sys.stderr)
     conditions = [condition(text) for text in args.where]
