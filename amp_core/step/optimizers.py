@@ -53,8 +53,8 @@ def _has_fused(cls: type[torch.optim.Optimizer], *, on_cuda: bool = False) -> bo
 
 def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]:
     """Problems of the `optimizer` group, found by building one over a single CPU weight."""
-    if cfg.name in REFUSED:
-        return [f"optimizer.name={cfg.name}: {REFUSED[cfg.name]}. {suggest('', available())}"]
+    if reason := REFUSED.get(cfg.name.removeprefix("torch.optim.")):
+        return [f"optimizer.name={cfg.name}: {reason}. {suggest('', available())}"]
     if "." in cfg.name and not cfg.name.startswith("torch.optim."):
         try:
             _class_of(cfg.name, cfg.package)

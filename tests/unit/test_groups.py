@@ -96,8 +96,8 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     "not there": ({"name": "nowhere.Adam", "package": "nowhere"}, "nowhere, which is not installed"),
     "no optimizer": ({"name": "numpy.ndarray", "package": "numpy"}, "numpy has no such optimizer"),
     "no module": ({"name": "numpy.nothing.X", "package": "numpy"}, "numpy.nothing cannot be imported"),
-    "abstract": ({"name": "torch.optim.Optimizer", "package": "torch"}, "no such optimizer"),
-    "closure": ({"name": "torch.optim.LBFGS", "package": "torch"}, "needs closure"),
+    "abstract": ({"name": "torch.optim.Optimizer", "package": "torch"}, "is abstract"),
+    "closure": ({"name": "torch.optim.LBFGS", "package": "torch"}, "needs a closure"),
     "no match": ({"groups": [{"lr": 0.1}]}, "optimizer.groups[0]: has no match"),
     "unknown key": (
         {"groups": [{"match": "*", "bets": 1}]},
