@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (10_839, "base lowp step memory layouts checkpoints heads"),
+    "library": (10_842, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
     "program": (15_581, "config run cli data models train.py"),
     "amp_tools": (4_373, "amp_tools"),

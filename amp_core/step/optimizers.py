@@ -24,6 +24,9 @@ REFUSED = {
 }
 
 
+_COMPILED = ("AdamW8bit", "torchao.optim.AdamW8bit")
+
+
 def available() -> dict[str, type[torch.optim.Optimizer]]:
     found = {
         name: cls
@@ -62,7 +65,7 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
             return [f"optimizer.name={cfg.name}: {problem}"]
     elif cfg.name not in (names := [*available(), "AdamW8bit"]):
         return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, names)}"]
-    for package in ("torchao", "triton") if cfg.name.endswith("AdamW8bit") else ():  # which compiles its step for a GPU
+    for package in ("torchao", "triton") if cfg.name in _COMPILED else ():  # which compiles its step for a GPU
         if find_spec(package) is None and (on_cuda or package == "torchao"):
             hint = "pip install torchao, or use optimizer=adamw optimizer.state_dtype=bfloat16"
             return [f"optimizer.name=AdamW8bit: needs the package {package}; {hint}"]

@@ -11,7 +11,7 @@ from running import refused_before_the_start
 from test_recipes import run
 
 import train
-from amp_core.checkpoints.reading import must_find
+from amp_core.checkpoints.reading import must_find_checkpoint
 from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.run.pretrained import load_pretrained
@@ -57,7 +57,7 @@ def test_our_gpt_is_a_network_of_transformers_with_its_logits_and_a_tokenizer_of
     before = {path: path.read_bytes() for path in Path("a").rglob("*") if path.is_file()}
     assert export("hf") == 0 and export("safetensors") == 0
     assert before == {path: path.read_bytes() for path in before}
-    state = must_find(Path("a")).contents
+    state = must_find_checkpoint(Path("a")).contents
     own = build_model("gpt", LANGUAGE_MODELS, options=options, vocab_size=256, length=32).eval()
     own.load_state_dict(state["ema" if "ema.decay=0.5" in more else "model"])
     theirs, tokenizer = from_folder()
@@ -90,7 +90,7 @@ def test_a_fine_tuned_network_of_transformers_goes_back_with_adapters_merged_or_
         logits = merged(TOKENS).logits
         assert (logits - start(TOKENS).logits).abs().max() > 1e-3  # it was trained
         if adapter == "none":
-            state = must_find(Path("a")).contents["model"]
+            state = must_find_checkpoint(Path("a")).contents["model"]
             assert all(torch.equal(state[name], value) for name, value in merged.state_dict().items() if name in state)
             return
         assert export("peft") == 0

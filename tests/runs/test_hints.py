@@ -145,7 +145,7 @@ WORKS = [
     "batch_size=int(32.0)", "optimizer.lr=float(1)", "log.wandb_project=str(3)", "deterministic=bool(1)", "run_dir=null", "run_dir=grün",
     "hydra.run.dir=x", "hydra.run.dir=x/${now:%Y-%m-%d}", "hydra.job.chdir=false", "hydra.mode=RUN",
     "-m seed=1,2", "--multirun seed=1,2", "hydra.mode=MULTIRUN seed=1,2", "seed=1,2 -m", "-m seed=range(1,4)",
-    "-m seed=range(start=1,stop=9,step=2)", "-m seed=choice(1,2)", "-m amp=glob(*)", "-m amp=glob([fp*,bf*],exclude=*_*)",
+    "-m seed=range(start=1,stop=9,step=2)", "-m seed=choice(1,2)", "-m amp=glob(*) model=mlp", "-m amp=glob([fp*,bf*],exclude=*_*)",
     "-m +amp=fp16,fp32", "-m seed=sort(3,1,2)", "-m seed=sort(1,2,reverse=true)", "-m seed=shuffle(1,2,3)",
     "-m seed=shuffle(range(1,4))", "-m optimizer.lr=tag(log,choice(0.1,0.2))", "-m log.wandb_tags=[a],[b]",
     "-m ema={decay:0.9,warmup:true},{decay:null,warmup:true}", "-m model.options.width=8,16", "-m model=cnn,mlp seed=1,2",
