@@ -233,6 +233,7 @@ def _after_warmup(curve: Callable[[float, float], float]) -> Callable[..., LRSch
     """A linear warmup, then `curve` of the progress and the final factor."""
 
     def make(optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, final: float = 0.0) -> LRScheduler:
+        _check_shares(final, warmup=warmup)
         num_warmup = round(warmup * num_steps)
 
         def factor(step: int) -> float:
@@ -245,10 +246,19 @@ def _after_warmup(curve: Callable[[float, float], float]) -> Callable[..., LRSch
     return make
 
 
+def _check_shares(final: float, **shares: float) -> None:
+    """ValueError: phases are no shares of the length, which a table of a few steps need not show."""
+    if not (min(shares.values()) >= 0 and sum(shares.values()) <= 1):
+        raise ValueError(f"{' and '.join(shares)} are shares of the length, from 0 to 1 together")
+    if not 0 <= final < math.inf:
+        raise ValueError("final is a share of the peak, at least 0")
+
+
 def _wsd(
     optimizer: torch.optim.Optimizer, num_steps: int, warmup: float = 0.0, decay: float = 0.2, final: float = 0.0
 ) -> LRScheduler:
     """Warmup, stable, decay by 1 - sqrt (Hägele et al., arXiv:2405.18392): a longer run continues from its middle."""
+    _check_shares(final, warmup=warmup, decay=decay)
     num_warmup, num_decay = round(warmup * num_steps), round(decay * num_steps)
 
     def factor(step: int) -> float:

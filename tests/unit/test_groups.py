@@ -212,6 +212,20 @@ def test_wsd_and_sequential_are_their_phases() -> None:
         assert said in problem
 
 
+@pytest.mark.parametrize("name", ["wsd", "warmup_cosine", "warmup_linear"])
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"warmup": -0.05}, "are shares of the length, from 0 to 1"),  # a table of 8 steps rounds it to none
+        ({"warmup": 1.5}, "are shares of the length, from 0 to 1"),
+        ({"final": -0.03}, "final is a share of the peak, at least 0"),
+    ],
+)
+def test_phases_that_only_a_long_run_would_show_to_be_wrong_are_refused(name: str, options: Any, said: str) -> None:
+    (problem,) = check_schedule(ScheduleConfig(name, None, options))
+    assert said in problem
+
+
 LINES = {
     "optimizer.name=timm.optim.Lamb layout=fsdp": "may need whole weights; use layout=ddp",
     "optimizer.name=schedulefree.AdamWScheduleFree amp=o2": "16-bit weights do not follow; use amp=bf16",
