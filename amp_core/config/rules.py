@@ -220,7 +220,7 @@ def _check_run(cfg: Config) -> Iterator[str]:
             yield f"optimizer.options.{key}: is set by this project; {where}"
     if cfg.ema.decay is not None and not 0 <= cfg.ema.decay < 1:
         yield f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off"
-    if (cfg.optimizer.name == "AdamW8bit" or "." in cfg.optimizer.name) and cfg.layout.shard_optimizer:
+    if (cfg.optimizer.name == "AdamW8bit" or "." in (cfg.optimizer.name or "")) and cfg.layout.shard_optimizer:
         yield f"optimizer.name={cfg.optimizer.name}: has no slices for layout.shard_optimizer=true; use one of them"
     if cfg.optimizer.name.startswith("schedulefree.") and cfg.amp.update is not None:
         yield (

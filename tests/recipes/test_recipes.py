@@ -59,7 +59,7 @@ BEYOND: dict[str, Row] = {
 """Modes that are more than autocast."""
 THREADS = ["recipe.chunks=2", "recipe.pipeline=threads"]
 
-FILES = ["data=text", f"data.path={Path(__file__).parents[2] / 'conf'}", "data.num_samples=12"]
+FILES = ["data=text", f"data.path={Path(__file__).parents[2] / 'conf'}", "data.num_samples=32"]
 BOTH, MOMENTS = ["recipe.num_critic_steps=1"], ["optimizer=adamw", "optimizer.state_dtype=bfloat16"]
 MOMENTS += ["debug.inject={where: batch, step: 4}"]
 

@@ -150,7 +150,7 @@ def test_every_command_of_the_page_of_wishes_runs(tmp_path):
         short.append(command.replace("amp=fp32,bf16,fp16 seed=1,2,3", "amp=bf16,fp16 seed=1,2"))
     typed(short, tmp_path)
     assert len((tmp_path / "runs/pets/predictions.jsonl").read_text().splitlines()) == 4
-    assert (tmp_path / "report.html").exists() and (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "report.html").exists() and (tmp_path / "runs/first/export/model.safetensors").exists()
 
 
 @pytest.mark.usefixtures("own_folder")
