@@ -44,7 +44,8 @@ def protect(accelerator: Accelerator, scaler: GradScaler | None = None, **policy
         raise ValueError(
             f"{name} scales, clips and steps by itself, and asks no scaler: use its own settings (fp16 or bf16)"
         )
-    precision = str(accelerator.mixed_precision)
+    # On a CPU Accelerate trains fp16 as fp32: it has no scaler there, and its clipping does not unscale.
+    precision = str(accelerator.mixed_precision) if accelerator.native_amp else "no"
     is_scaled = precision == "fp16"
     before: Any = accelerator.scaler
     if scaler is None:

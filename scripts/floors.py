@@ -28,7 +28,7 @@ BUDGETS = {
     "program": (15_581, "config run cli data models train.py"),
     "amp_tools": (4_373, "amp_tools"),
     "scripts": (5_344, "scripts"),
-    "amp_plugins": (660, "amp_plugins"),
+    "amp_plugins": (661, "amp_plugins"),
     "amp_conformance": (2_743, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this

@@ -160,6 +160,27 @@ def test_the_private_names_are_there_and_a_missing_one_is_named(library: str, mo
             names.require("timm" if library == "timm" else library)
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_gradients_that_accelerate_clips_are_unscaled(precision: str) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="amp_plugins.accelerate is for it")
+    from amp_plugins.accelerate import protect
+
+    try:
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        protect(accelerator)
+        net, optimizer = nn.Linear(8, 8), None
+        before = [p.detach().clone() for p in net.parameters()]
+        net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        accelerator.backward((net(torch.ones(4, 8)) * 10).float().square().mean())
+        norm = accelerator.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        update = sum(float((p.detach() - b).square().sum()) for p, b in zip(net.parameters(), before, strict=True)) ** 0.5
+        # 24 bits, of 72 squares; torch divides by the norm and 1e-6.
+        assert update == pytest.approx(0.5, rel=72 * 2**-24 + 1e-6) and 0.5 < norm < 1000
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+
+
 def test_accelerate_is_protected_once_and_refuses_what_steps_by_itself() -> None:
     accelerate = pytest.importorskip("accelerate", reason="amp_plugins.accelerate is for it")
     from amp_plugins.accelerate import protect
