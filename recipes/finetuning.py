@@ -157,11 +157,12 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         total, num_tokens, size = env.sum_over_ranks(totals).tolist()
         return {"loss": total / num_tokens, **bits_per_byte(total, size)}
 
-    # Adapters are still 0, also before a resume.
-    evaluates = base and base["sha256"] and cfg.task in ("train", "evaluate")
-    of_base = {"base_loss": evaluate(unwrap(model).eval())["loss"]} if evaluates else {}
+    of_base: dict[str, float] = {}
     parts: dict[str, Any] = {"base": base, "model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
     loop = Loop(env, data, amp=amp, evaluate=lambda net: evaluate(net) | of_base, predict=perplexities, **parts)
+    # Adapters are still 0, also before a resume. After `Loop` has seen that each rank has samples to evaluate.
+    if base and base["sha256"] and cfg.task in ("train", "evaluate"):
+        of_base["base_loss"] = evaluate(unwrap(model).eval())["loss"]
     for window in loop.windows(count=num_valid):
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)

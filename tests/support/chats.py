@@ -34,15 +34,15 @@ def write_tokenizer(folder: Path, template: str = SMOLLM2) -> None:
 
 
 def chat_settings(folder: Path) -> list[str]:
-    """Overrides for 24 short chats, written into a folder."""
+    """Overrides for 40 short chats, written into a folder."""
     write_tokenizer(folder / "tokenizer")
     system = {"role": "system", "content": "x"}
     chats = [
         [system, {"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "return x" * (1 + n % 4)}]
-        for n in range(24)
+        for n in range(40)
     ]
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in chats))
     return [
         *("data=chat", f"data.path={folder / 'chat.jsonl'}", f"data.tokenizer={folder / 'tokenizer'}"),
-        *("data.length=64", "data.num_samples=12"),
+        *("data.length=64", "data.num_samples=32"),
     ]

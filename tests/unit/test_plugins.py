@@ -174,7 +174,9 @@ def test_gradients_that_accelerate_clips_are_unscaled(precision: str) -> None:
         accelerator.backward((net(torch.ones(4, 8)) * 10).float().square().mean())
         norm = accelerator.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
-        update = sum(float((p.detach() - b).square().sum()) for p, b in zip(net.parameters(), before, strict=True)) ** 0.5
+        update = (
+            sum(float((p.detach() - b).square().sum()) for p, b in zip(net.parameters(), before, strict=True)) ** 0.5
+        )
         # 24 bits, of 72 squares; torch divides by the norm and 1e-6.
         assert update == pytest.approx(0.5, rel=72 * 2**-24 + 1e-6) and 0.5 < norm < 1000
     finally:
