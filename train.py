@@ -35,7 +35,9 @@ import atexit
 import contextlib
 import re
 import shlex
+import tempfile
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -307,6 +309,9 @@ def _sweep(overrides: list[str]) -> int:
     Sweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
     if any((sweep_dir / mark).exists() for mark in ("checkpoints", "summary.json")):
         raise ConfigError(f"hydra.sweep.dir={sweep_dir}: holds a run; choose another folder")
+    if planned.is_dry and planned.num_parallel is not None:  # nothing is written, and no records are kept
+        with tempfile.TemporaryDirectory(prefix="dry-run-") as place:
+            return _run_sweep(replace(planned, dir=place), sound, Path(place))
     try:
         sweep_dir.mkdir(parents=True, exist_ok=True)
         lock = locks.lock_folder(sweep_dir)
@@ -343,7 +348,8 @@ def _run_sweep(planned: compose.Sweep, sound: list[str], sweep_dir: Path) -> int
     jobs = planned.jobs if planned.sweeper == "basic" else []
     records = sweep.records_of(sweep_dir, [(sweep_subdir(sweep_dir, job), job) for job in jobs])
     if records:
-        say(sweep.table(records, sweep_dir, f"{tool('report')} {shlex.quote(str(sweep_dir))}"))
+        report = "" if planned.is_dry else f"{tool('report')} {shlex.quote(str(sweep_dir))}"
+        say(sweep.table(records, sweep_dir, report))
     if code in sweep.SIGNALS.values():
         say(f"interrupted; the same command with hydra.sweep.dir={sweep_dir} resumes it")
         return code
@@ -362,16 +368,16 @@ def _plan_sweep(overrides: list[str]) -> tuple[compose.Sweep, list[str], Config]
     planned = compose.sweep_of(sound)
     if problem := check_place("hydra.sweep.dir", planned.dir):
         raise ConfigError(problem)
-    first = None
+    first, is_dry = None, True
     for job in planned.jobs:
         try:
             cfg, _ = _checked_values(compose.compose(job), job, [])
-            first = first or cfg
+            first, is_dry = first or cfg, is_dry and cfg.dry_run
         except ConfigError as refused:
             problems += [problem for problem in refused.problems if problem not in problems]
     if problems or first is None:
         raise ConfigError(problems or f"{' '.join(overrides)}: there is nothing to run")
-    return planned, sound, first
+    return replace(planned, is_dry=is_dry), sound, first
 
 
 def _hydra(arguments: list[str]) -> None:

@@ -129,6 +129,9 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> tuple[Any
     cfg = copy.deepcopy(before)
     if with_hydra:
         cfg["hydra"] = hydra
+    lengths = {o.key_or_group for o in parsed if o.key_or_group in LENGTHS and o.value() is not None}
+    for key in LENGTHS - lengths if lengths else ():
+        cfg[key] = None  # of an experiment: the command line says how long, in a unit of its own
     for override in parsed:
         key = override.key_or_group
         if is_choice(key) or (key.startswith("hydra.") and not with_hydra):
@@ -319,6 +322,8 @@ class Sweep:
     """The overrides of every job; for sweepers that choose their jobs, the first and the last values of their space."""
     num_parallel: int | None
     """Jobs at a time on this machine; None: a scheduler's business."""
+    is_dry: bool = False
+    """Whether all jobs are dry runs."""
 
 
 @_as_config_error()

@@ -219,7 +219,7 @@ def end_with_parent() -> None:
 
 
 def table(records: Sequence[Record], sweep_dir: Path, report: str) -> str:
-    """A table of all jobs: what differs between them, how they ended, and the command that makes the report."""
+    """A table of all jobs: what differs between them, how they ended, and the command that makes the report, if any."""
     common = set.intersection(*(set(record.overrides) for record in records)) if len(records) > 1 else set()
     metrics = sorted({record.metric for record in records if record.metric})
     rows = [["job", "status", " or ".join(metrics) or "metric", "seconds"]]
@@ -235,7 +235,7 @@ def table(records: Sequence[Record], sweep_dir: Path, report: str) -> str:
         if record.error:
             lines += ["", f"{sweep_dir / record.folder}", f"  {' '.join(record.overrides)}", f"  {record.error}"]
     done = sum(record.status == "finished" for record in records)
-    lines += ["", f"{done} of {len(records)} jobs finished; the report: {report}"]
-    if done < len(records):
+    lines += ["", f"{done} of {len(records)} jobs finished" + f"; the report: {report}" * bool(report)]
+    if done < len(records) and report:
         lines.append(f"the same command with hydra.sweep.dir={sweep_dir} resumes the others")
     return "\n".join(lines)

@@ -257,7 +257,8 @@ def _check_run(cfg: Config) -> Iterator[str]:
         Path(cfg.predict_on).is_dir() or (cfg.predict_on.endswith(".jsonl") and Path(cfg.predict_on).is_file())
     ):
         yield f"predict_on={cfg.predict_on}: there is no such folder; expected one with images, or prompts.jsonl"
-    yield from _check_export(cfg)
+    if not reads or cfg.run_dir is None or Path(cfg.run_dir).exists():  # else the settings are not those of the run
+        yield from _check_export(cfg)
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         yield "run_dir='': expected a folder"
 

@@ -100,14 +100,15 @@ def test_a_fine_tuned_network_of_transformers_goes_back_with_adapters_merged_or_
 @pytest.mark.parametrize(
     "typed, key",
     [
-        (["task=export", "run_dir=a"], "export.to"),
-        (["task=export", "export.to=hf", "run_dir=a"], "model.name=cnn"),
-        (["task=export", "export.to=onyx", "run_dir=a"], "export.to=onyx"),
-        (["task=export", "export.to=peft", "run_dir=a"], "needs adapters"),
-        (["task=export", "export.to=hf", "recipe=language_model", "run_dir=a", "export.path=/"], "export.path=/"),
-        (["task=export", "export.to=safetensors", "run_dir=a", "export.path=x.pt"], ".safetensors"),
+        (["task=export", "run_dir=."], "export.to"),
+        (["task=export", "export.to=hf", "run_dir=."], "model.name=cnn"),
+        (["task=export", "export.to=onyx", "run_dir=."], "export.to=onyx"),
+        (["task=export", "export.to=peft", "run_dir=."], "needs adapters"),
+        (["task=export", "export.to=hf", "recipe=language_model", "run_dir=.", "export.path=/"], "export.path=/"),
+        (["task=export", "export.to=safetensors", "run_dir=.", "export.path=x.pt"], ".safetensors"),
         (["task=export", "export.to=safetensors", "export.path=/etc/passwd.safetensors"], "task=export: needs weights"),
-        (["task=export", "export.to=safetensors", "run_dir=a", "export.path=/x.safetensors/"], "export.path=/x"),
+        (["task=export", "export.to=safetensors", "run_dir=.", "export.path=/x.safetensors/"], "export.path=/x"),
+        (["task=export", "export.to=hf", "run_dir=a"], "run_dir=a: there is no such file"),
         (["export.to=hf"], "task=export"),
     ],
 )

@@ -351,3 +351,20 @@ def test_a_sweep_into_the_folder_of_a_run_is_refused(tmp_path, capsys):
     assert train.main(["-m", *SMALL, "seed=1,2", f"hydra.sweep.dir={tmp_path}/run"]) == 2
     assert "run: holds a run; choose another folder" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
+def test_a_dry_sweep_writes_nothing_and_promises_no_report(capsys):
+    assert train.main(["-m", "amp=fp32,fp16", "dry_run=true", "device=cpu", "data=synthetic"]) == 0
+    said = capsys.readouterr().out
+    assert "2 of 2 jobs finished" in said and "report" not in said
+    assert not list(Path.cwd().iterdir())
+
+
+def test_a_length_on_the_command_line_takes_the_place_of_that_of_an_experiment():
+    experiment = "experiment=smollm2_chat"
+    assert compose.compose([experiment])["epochs"] == 2
+    for typed, lengths in {"steps=6": (6, None), "epochs=3": (None, 3), "epochs=null": (None, None)}.items():
+        values = compose.compose([experiment, typed])
+        assert (values["steps"], values["epochs"]) == lengths
+    both = compose.compose([experiment, "steps=6", "epochs=3"])
+    assert (both["steps"], both["epochs"]) == (6, 3)  # which is refused
