@@ -31,6 +31,7 @@ from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.layouts.stages import Stages
+from amp_core.models.family import stands_for
 from amp_core.models.images import CLASSIFIERS, top_class
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import widest
@@ -123,13 +124,9 @@ def build_stages(cfg: Config, knobs: Knobs, devices: list[torch.device], amp: Am
     try:
         # Islands first: a container that is an island is not split.
         keep_fp32(net, cfg.amp.keep_fp32)
-        return Stages(
-            net,
-            devices,
-            amp,
-            image_shape=facts["image_shape"],
-            chunks=knobs.chunks,
-            threads=knobs.pipeline == "threads",
-        )
+        threads = knobs.pipeline == "threads"
+        stages = Stages(net, devices, amp, image_shape=facts["image_shape"], chunks=knobs.chunks, threads=threads)
     except ValueError as problem:
         raise ConfigError(f"model.name={cfg.model.name}: {problem}") from problem
+    stands_for(net, stages)  # for task=export
+    return stages

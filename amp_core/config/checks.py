@@ -23,6 +23,7 @@ _MAY_BE_NULL = (
     "path",
     "eval_path",
     "image_size",
+    "like",
     "num_samples",
     "num_classes",
     "length",
@@ -455,13 +456,13 @@ class _DataSet:
     check: Callable[[DataConfig], Iterable[str]] = lambda cfg: ()
 
 
-_OF_SHARDS = ("eval_path", "exclude", "columns")
+_OF_SHARDS = ("eval_path", "exclude", "columns", "like")
 _SYNTHETIC = ("image_size", "num_samples", "num_classes")
 _DATA_SETS = {
     "mnist_subset": _DataSet(takes=("image_size",), check=_check_mnist_subset),
     "synthetic": _DataSet(needs=_SYNTHETIC),
-    "image_folder": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_path),
-    "imagenet": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_path),
+    "image_folder": _DataSet(needs=("path", "image_size"), takes=("exclude", "like"), check=_check_path),
+    "imagenet": _DataSet(needs=("path", "image_size"), takes=("exclude", "like"), check=_check_path),
     "cifar10": _DataSet(needs=("path",), takes=("image_size",), check=_check_path),
     "torch_sources": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
     "torch_headers": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
@@ -486,5 +487,5 @@ _DATA_SETS = {
     "own": _DataSet(),
     "shards": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=check_stored),
     "parquet": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=check_stored),
-    "hf": _DataSet(needs=("path", "image_size"), takes=("exclude", "columns"), check=check_stored),
+    "hf": _DataSet(needs=("path", "image_size"), takes=("exclude", "columns", "like"), check=check_stored),
 }

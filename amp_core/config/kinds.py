@@ -45,6 +45,8 @@ def check_augment(cfg: DataConfig) -> Iterator[str]:
     """Problems of augmentation that not every data set has."""
     if isinstance(cfg.augment, str) and cfg.name not in FILES:
         yield f"data.augment={cfg.augment}: is for image files, {', '.join(FILES)}; use data.augment=true"
+    if cfg.like is not None and not cfg.like.startswith("timm:"):
+        yield f"data.like={cfg.like}: expected timm:<name>, such as timm:resnet18.a1_in1k, or null"
     given = {key: getattr(cfg, key) for key in ("mixup", "cutmix", "erasing") if getattr(cfg, key) is not None}
     for key, value in given.items():
         if KINDS[cfg.name] != "images":

@@ -263,6 +263,10 @@ def _check_run(cfg: Config) -> Iterator[str]:
         yield "run_dir='': expected a folder"
 
 
+_FILES = ("onnx", "pt2", "safetensors")
+"""Formats of one file, which ends so."""
+
+
 def _check_export(cfg: Config) -> Iterator[str]:
     to, name = cfg.export.to, cfg.model.name
     if cfg.task != "export":
@@ -272,13 +276,13 @@ def _check_export(cfg: Config) -> Iterator[str]:
         )
         return
     if to is None:
-        yield "export.to=null: task=export needs a format: hf, peft or safetensors"
+        yield "export.to=null: task=export needs a format: onnx, pt2, safetensors, hf or peft"
     elif to == "peft" and (cfg.recipe.get("adapter", "none") == "none" or not name.startswith("hf:")):
         yield "export.to=peft: needs adapters (recipe=finetuning) of a network of transformers (model=hf); use hf"
     elif to == "hf" and name != "gpt" and not name.startswith("hf:"):
         yield f"export.to=hf: model.name={name} is no network of transformers; use export.to=safetensors"
-    elif to == "safetensors" and cfg.export.path is not None and not cfg.export.path.endswith(".safetensors"):
-        yield f"export.path={cfg.export.path}: expected a name that ends in .safetensors"
+    elif to in _FILES and cfg.export.path is not None and not cfg.export.path.endswith(f".{to}"):
+        yield f"export.path={cfg.export.path}: expected a name that ends in .{to}"
     elif cfg.export.path is None and cfg.run_dir is None:
         yield "export.path=null: without run_dir= there is no folder to write into; expected a new file or folder"
     elif os.path.lexists(place := place_of(cfg)):
@@ -287,7 +291,7 @@ def _check_export(cfg: Config) -> Iterator[str]:
 
 def place_of(cfg: Config) -> str:
     """What task=export writes."""
-    name = "model.safetensors" if cfg.export.to == "safetensors" else str(cfg.export.to)
+    name = f"model.{cfg.export.to}" if cfg.export.to in _FILES else str(cfg.export.to)
     return cfg.export.path or os.path.join(cfg.run_dir or "", "export", name)
 
 

@@ -208,6 +208,9 @@ class DataConfig:
     """Alpha of CutMix; with `mixup` each image has one of them."""
     erasing: float | None = None
     """Probability that a rectangle of a training image is erased."""
+    like: str | None = None
+    """Image files: `timm:<name>`: evaluation crop, interpolation and statistics of that network of timm; null: those of
+    torchvision's networks."""
 
 
 @dataclass(frozen=True)
@@ -279,9 +282,10 @@ class EvalConfig:
 class ExportConfig:
     """task=export: the network of a run (its average, if there is one) for other programs, in fp32."""
 
-    to: Literal["hf", "peft", "safetensors"] | None
-    """hf: a folder for transformers' from_pretrained, with the tokenizer, adapters merged; peft: the adapter alone, as
-    peft loads it; safetensors: one file with the names of the network."""
+    to: Literal["onnx", "pt2", "hf", "peft", "safetensors"] | None
+    """onnx, pt2: the graph for any batch, compared with the network, with preprocessing and classes as metadata, a file
+    of ONNX or of torch.export; hf: a folder for transformers' from_pretrained, with the tokenizer, adapters merged;
+    peft: the adapter alone, as peft loads it; safetensors: one file with the names of the network."""
     path: str | None
     """What is written, whole or not at all; null: below export/ of the run folder."""
 

@@ -58,6 +58,8 @@ class Data:
     """A digest of the samples that `data.exclude` leaves out."""
     tokenizer: Tokenizer | None = None
     """What its ids mean; None: it has none, or they are not known."""
+    classes: Sequence[str] = ()
+    """Names of the classes by number, where not those of folders."""
 
 
 class Spread:

@@ -25,7 +25,8 @@ from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
 from amp_core.data.decode import read_image
-from amp_core.data.images import Batch, Synthetic, class_files, data_of, noise_pool, split_images, to_floats
+from amp_core.data.images import Batch, Synthetic, class_files, data_of, noise_pool, split_images
+from amp_core.data.prepare import to_floats
 from amp_core.data.records import Records
 
 _MOST_PROBES = 20

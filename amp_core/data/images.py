@@ -21,7 +21,17 @@ from amp_core.config.checks import Skipped, class_names, images_below, mnist_fil
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Chosen, Data, Dataset, Key, Paths, every_fifth, uniforms, unpack
-from amp_core.data.decode import THIN, orientation_of, read_header, read_image
+from amp_core.data.decode import orientation_of, read_header, read_image
+from amp_core.data.prepare import (
+    IMAGENET,
+    NUM_CROP_UNIFORMS,
+    Preparation,
+    described,
+    normalise,
+    preparation_of,
+    random_crop,
+    to_floats,
+)
 from amp_core.vision import import_torchvision
 
 Batch = tuple[Tensor, Tensor]
@@ -120,6 +130,11 @@ class ArrayImages:
         channels = self.channels if self.channels and stored == 1 else stored
         self.image_shape = (channels, self.size or height, self.size or width)
 
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """Of evaluation, for the metadata of an exported network."""
+        return described(*self.image_shape[1:], self.mean, self.std) | {"interpolation": "bilinear"}
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -138,21 +153,10 @@ class ArrayImages:
         if self.augment is not None:
             assert drawn is not None
             images = self.augment.apply(images, drawn)
-        images = _normalise(images, self.mean, self.std)
+        images = normalise(images, self.mean, self.std)
         if images.shape[-2:] != self.image_shape[1:] and len(images):
             images = F.interpolate(images, self.image_shape[1:], mode="bilinear", antialias=True)
         return images.expand(-1, *self.image_shape).contiguous(), labels
-
-
-def _normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """In place, per channel."""
-    return images.sub_(_per_channel(images.device, *mean)).div_(_per_channel(images.device, *std))
-
-
-@functools.cache
-def _per_channel(device: torch.device, *values: float) -> Tensor:
-    """fp32 [C, 1, 1]. Copied to a device once, since such a copy syncs."""
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
 
 @functools.cache
@@ -223,9 +227,7 @@ File = tuple[bytes, int, tuple[int, int, int, int], bool]
 
 @dataclass(eq=False)
 class ImageFiles:
-    """Image files. Training: random resized crop (8 to 100 % of the area) and horizontal flip.
-
-    Evaluation: shorter side resized to 256/224 of the size, centre crop. Normalised with ImageNet's statistics.
+    """Image files. Training: random resized crop (8 to 100 % of the area) and horizontal flip. Evaluation: the centre.
 
     Args:
         files: their paths, or what has `opened` as `Paths` has.
@@ -244,10 +246,16 @@ class ImageFiles:
     seed: int
     on_device: bool = False
     root: str = ""
+    prepared: Preparation = IMAGENET
 
     def __post_init__(self, files: Any) -> None:
         self.paths, self.labels = files if hasattr(files, "opened") else Paths(files), self.labels.astype(np.int64)
         self.image_shape = (3, self.size, self.size)
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """Of evaluation, for the metadata of an exported network."""
+        return self.prepared.about(self.size)
 
     def name_of(self, index: int) -> str:
         """The name of a sample for `data.exclude`."""
@@ -273,7 +281,7 @@ class ImageFiles:
             from amp_core.data.augment import changed  # other runs need none of it
 
             pixels = (changed(each, self.augment, self.seed, key) for each, key in zip(pixels, keys, strict=True))
-        return _as_in_imagenet(to_floats(pixels, self.size)), labels
+        return self.prepared.normalise(to_floats(pixels, self.size)), labels
 
     def _file(self, path: str, u: NDArray[np.float64]) -> File:
         image = read_header(path, path)
@@ -317,63 +325,22 @@ class ImageFiles:
         for row, (image, file) in enumerate(zip(decoded, files, strict=True)):
             _, orientation, (left, top, right, bottom), mirrored = file
             part = _upright(image, orientation)[None, :, top:bottom, left:right].float()
-            part = F.interpolate(part, self.image_shape[1:], mode="bilinear", antialias=True)[0]
+            part = F.interpolate(part, self.image_shape[1:], mode=self.prepared.mode, antialias=True)[0]
             images[row] = part.flip(-1) if mirrored else part
-        return _as_in_imagenet(images.round_().clamp_(0, 255).div_(255))
+        return self.prepared.normalise(images.round_().clamp_(0, 255).div_(255))
 
     def _read(self, opened: tuple[Any, str], u: NDArray[np.float64]) -> NDArray[np.uint8]:
-        from PIL import Image
-
-        image = read_image(*opened)
-        size, (width, height) = self.size, image.size
-        if self.augment:
-            image = image.crop(random_crop(width, height, u)).resize((size, size), Image.Resampling.BILINEAR)
-            return np.asarray(image)[:, ::-1] if u[0] < 0.5 else np.asarray(image)
-        shorter = round(size * 256 / 224)
-        scale = shorter / min(width, height)
-        sides = [shorter if side == min(width, height) else int(side * scale) for side in (width, height)]
-        left, top = (round((side - size) / 2) for side in sides)
-        if max(width, height) > THIN * min(width, height):
-            x, y = width / sides[0], height / sides[1]
-            box = (left * x, top * y, (left + size) * x, (top + size) * y)
-            return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box))
-        return np.asarray(image.resize(sides, Image.Resampling.BILINEAR).crop((left, top, left + size, top + size)))
+        image, size = read_image(*opened), (self.size, self.size)
+        if not self.augment:
+            return self.prepared.centre(image, self.size)
+        image = image.crop(random_crop(*image.size, u)).resize(size, self.prepared.filter)
+        return np.asarray(image)[:, ::-1] if u[0] < 0.5 else np.asarray(image)
 
 
 def _upright(image: Tensor, orientation: int) -> Tensor:
     """[3, H, W], by EXIF's orientation."""
     turned = image.swapaxes(1, 2) if orientation > 4 else image
     return turned.flip({2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ()))
-
-
-def to_floats(images: Iterable[NDArray[np.uint8]], size: int, divisor: float = 255) -> Tensor:
-    """Images uint8 [size, size, 3] each to float32 [B, 3, size, size], divided."""
-    pixels = np.array([*images], dtype=np.uint8).reshape(-1, size, size, 3)
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(divisor)
-
-
-def _as_in_imagenet(images: Tensor) -> Tensor:
-    return _normalise(images, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-
-_CROP_TRIALS = 10
-NUM_CROP_UNIFORMS = 1 + 4 * _CROP_TRIALS
-
-
-def random_crop(width: int, height: int, u: NDArray[np.float64]) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of 8 to 100 % of the area with a ratio of 3/4 to 4/3, as torchvision's
-    RandomResizedCrop draws it, from `NUM_CROP_UNIFORMS` numbers (the first one is not used)."""
-    low, high = 3 / 4, 4 / 3
-    for area, shape, x, y in u[1:].reshape(_CROP_TRIALS, 4):
-        area, ratio = width * height * (0.08 + 0.92 * area), low * (high / low) ** shape
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
-            return left, top, left + w, top + h
-    # No crop fits a very long image: take its centre, as far as the ratio allows.
-    w, h = min(width, round(height * high)), min(height, round(width / low))
-    left, top = (width - w) // 2, (height - h) // 2
-    return left, top, left + w, top + h
 
 
 # --- builders ---------------------------------------------------------------------------------------------------------
@@ -443,15 +410,16 @@ def class_files(
 
 def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
-    root, size = Path(cfg.path).expanduser(), cfg.image_size
+    root, size, prepared = Path(cfg.path).expanduser(), cfg.image_size, preparation_of(cfg.like)
     if cfg.num_classes is not None:  # to predict
-        files = ImageFiles([], np.zeros(0), cfg.num_classes, size, False, seed).of_files([*images_below(root)])
+        none = ImageFiles([], np.zeros(0), cfg.num_classes, size, False, seed, prepared=prepared)
+        files = none.of_files([*images_below(root)])
         return data_of(files, files)
     classes, chosen = class_names(root / "train"), Chosen(cfg)
 
     def part(name: str, augment: bool | str, on_device: bool = False) -> ImageFiles:
         paths, labels = class_files(root / name, classes, chosen.skipped, os.path.split)  # as ImageFolder sorts them
-        files = ImageFiles(paths, labels, len(classes), size, augment, seed, on_device, str(root))
+        files = ImageFiles(paths, labels, len(classes), size, augment, seed, on_device, str(root), prepared)
         kept = chosen.keep(len(files), files.name_of)
         paths, labels = [path for path, keep in zip(paths, kept, strict=True) if keep], labels[kept]
         if empty := [classes[i] for i in sorted({*range(len(classes))} - {*np.unique(labels)})]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,15 +21,8 @@ from amp_core.config.errors import BadSample, ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
 from amp_core.data.decode import read_image, read_integers
-from amp_core.data.images import (
-    NUM_CROP_UNIFORMS,
-    NUM_UNIFORMS,
-    every_fifth,
-    random_crop,
-    read_mnist_subset,
-    shift_rotate_scale,
-    to_floats,
-)
+from amp_core.data.images import NUM_UNIFORMS, every_fifth, read_mnist_subset, shift_rotate_scale
+from amp_core.data.prepare import NUM_CROP_UNIFORMS, random_crop, to_floats
 
 VOID = 255
 """Ignored pixels of a mask."""
@@ -42,6 +35,10 @@ Numbers, Pixels = NDArray[np.float64], NDArray[np.uint8]
 def normalised(pixels: Tensor) -> Tensor:
     """Map pixels from [0, 1] to [-2, 2], in place."""
     return pixels.sub_(0.5).mul_(4)
+
+
+PIXELS = {"divide_by": 255, "mean": [0.5], "std": [0.25]}
+"""What `normalised` does, for the metadata of an exported network."""
 
 
 # --- brain slices -----------------------------------------------------------------------------------------------------
@@ -60,6 +57,7 @@ class Slices:
     masks: Pixels
     augment: bool
     seed: int
+    preprocessing: ClassVar[dict[str, Any]] = PIXELS
 
     def __len__(self) -> int:
         return len(self.images)
@@ -151,6 +149,7 @@ class DigitScenes:
     size: int
     augment: bool
     seed: int
+    preprocessing: ClassVar[dict[str, Any]] = PIXELS
 
     def __len__(self) -> int:
         return self.num_samples
@@ -238,6 +237,11 @@ class MaskFiles:
     def name_of(self, index: int) -> str:
         """The name of a sample for `data.exclude`: its image."""
         return os.path.relpath(self.paths[index], self.root)
+
+    @property
+    def preprocessing(self) -> dict[str, Any]:
+        """Of evaluation, for the metadata of an exported network."""
+        return PIXELS | {"size": [self.size] * 2, "resize_longer_side": self.size, "interpolation": "bilinear"}
 
     def of_files(self, paths: Sequence[str]) -> MaskFiles:
         """Images without masks, prepared as these are. For evaluation."""

@@ -31,6 +31,7 @@ from amp_core.config.files import open_file, visible
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Chosen, Data, Paths, every_fifth
 from amp_core.data.images import ImageFiles, data_of
+from amp_core.data.prepare import preparation_of
 from amp_core.data.tokens import cached, stamps
 
 logger = logging.getLogger(__name__)
@@ -343,29 +344,31 @@ def _hf(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
 def _data(cfg: DataConfig, seed: int, read: Callable[[str], Any]) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
-    chosen, size = Chosen(cfg), cfg.image_size
+    chosen, size, prepared = Chosen(cfg), cfg.image_size, preparation_of(cfg.like)
     source, labels, classes = read(cfg.path)
     root = str(Path(cfg.path).expanduser().parent if cfg.name != "hf" else "")
 
-    def part(
-        source: Any, which: NDArray[np.int64], labels: NDArray[np.int64], augment: bool | str = False
-    ) -> ImageFiles:
-        make = functools.partial(ImageFiles, num_classes=len(classes), size=size, augment=augment, seed=seed, root=root)
+    def part(source: Any, which: NDArray[np.int64], labels: NDArray[np.int64], augment: bool | str = False) -> Any:
+        options = {"size": size, "augment": augment, "seed": seed, "root": root, "prepared": prepared}
+        make = functools.partial(ImageFiles, num_classes=len(classes), **options)
         images = make(source(which), labels)
         kept = chosen.keep(len(images), images.name_of)
         return images if kept.all() else make(source(which[kept]), labels[kept])
 
+    def finish(train: ImageFiles, evaluation: ImageFiles) -> Data:
+        return replace(chosen.finish(data_of(train, evaluation)), classes=classes)
+
     if cfg.eval_path is None:
         held = every_fifth(labels)
         train = part(source, np.flatnonzero(~held), labels[~held], cfg.augment)
-        return chosen.finish(data_of(train, part(source, np.flatnonzero(held), labels[held])))
+        return finish(train, part(source, np.flatnonzero(held), labels[held]))
     other, other_labels, other_classes = read(cfg.eval_path)
     if new := sorted(set(other_classes) - set(classes)):
         few = ", ".join(new[:3])
         raise ConfigError(f"data.eval_path={cfg.eval_path}: has classes that data.path={cfg.path} lacks: {few}")
     other_labels = np.array([classes.index(name) for name in other_classes])[other_labels]
     train = part(source, np.arange(len(labels)), labels, cfg.augment)
-    return chosen.finish(data_of(train, part(other, np.arange(len(other_labels)), other_labels)))
+    return finish(train, part(other, np.arange(len(other_labels)), other_labels))
 
 
 BUILDERS = {"shards": _stored, "parquet": _stored, "hf": _hf}

@@ -6,7 +6,9 @@ Names are looked up in an explicit table, so that a configuration can choose but
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,7 +162,30 @@ def build_model(
             )
     # The vocabulary of a folder may be padded beyond the tokens of the data; that of the data is the least.
     keeps = {"is_loaded": True} if is_loaded and name.startswith("hf:") and "vocab_size" in facts else {}
-    return builder(**facts, **options, **keeps)
+    make = functools.partial(builder, **facts, **options, **keeps)
+    net = make()
+    _BUILT[net] = make
+    for part, module in net.items() if isinstance(net, nn.ModuleDict) else ():
+        _BUILT[module] = functools.partial(_part, make, part)
+    return net
+
+
+_BUILT: weakref.WeakKeyDictionary[nn.Module, Callable[[], nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def _part(make: Callable[[], Any], part: str) -> nn.Module:
+    return make()[part]
+
+
+def built_again(net: nn.Module) -> nn.Module | None:
+    """What `build_model` returned for it, before a mode or a layout changed it, with initial weights; None: unknown."""
+    make = _BUILT.get(net)
+    return None if make is None else make()
+
+
+def stands_for(net: nn.Module, other: nn.Module) -> None:
+    """Note that `other` is made of the modules of `net`, under their names."""
+    _BUILT[other] = _BUILT[net]
 
 
 def check_count(key: str, value: Any) -> None:

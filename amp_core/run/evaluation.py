@@ -42,7 +42,7 @@ class Evaluation:
         clock: Clock,
         optimizers: Sequence[Optimizer] = (),
     ) -> None:
-        self._env, self._evaluate, self._model, self._ema, self._clock = env, evaluate, model, ema, clock
+        self._env, self.evaluate, self._model, self._ema, self._clock = env, evaluate, model, ema, clock
         self._optimizers = optimizers
         self.metrics: dict[str, float] = {}
         """The last results."""
@@ -77,10 +77,10 @@ class Evaluation:
         nets = [net] if self._ema is None else [net, self._ema.model]
         share_buffers(*nets)  # rank 0's are saved, so rank 0's are evaluated
         with self.averaged():
-            metrics = self._evaluate(net.eval())
+            metrics = self.evaluate(net.eval())
         net.train()
         if self._ema is not None:
-            metrics |= {f"ema_{name}": value for name, value in self._evaluate(self._ema.model).items()}
+            metrics |= {f"ema_{name}": value for name, value in self.evaluate(self._ema.model).items()}
         return metrics
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from amp_core.config.errors import SaveError
 from amp_core.config.files import remove, remove_leftovers, sync_folder, write_file
 from amp_core.config.rules import place_of
 from amp_core.models.adapters import adapters, merged
-from amp_core.run import hf_folder
+from amp_core.run import graph_files, hf_folder
 from amp_core.run.terminal import say
 from amp_core.tensors import full_copy, is_sharded, unwrap
 
@@ -39,7 +39,8 @@ def export(loop: Any, notes: list[str]) -> None:
         remove_leftovers(target.parent)
         temporary = target.parent / f".tmp-{os.getpid()}-{os.urandom(8).hex()}"
         try:
-            more = _FORMATS[cfg.export.to](loop, net, temporary)
+            with loop.evaluation.averaged():
+                more = _FORMATS[cfg.export.to](loop, net, temporary)
             _sync(temporary)
             _rename(temporary, target)
         except BaseException:
@@ -84,9 +85,19 @@ def _hf(loop: Any, net: nn.Module, target: Path) -> list[str]:
     return hf_folder.write(loop, net, weights_of(net), target)
 
 
+def _pt2(loop: Any, net: nn.Module, target: Path) -> list[str]:
+    return graph_files.write_pt2(loop, net, weights_of(net), target)
+
+
+def _onnx(loop: Any, net: nn.Module, target: Path) -> list[str]:
+    return graph_files.write_onnx(loop, net, weights_of(net), target)
+
+
 _FORMATS: dict[str, Callable[[Any, nn.Module, Path], list[str]]] = {
     "hf": _hf,
+    "onnx": _onnx,
     "peft": hf_folder.write_adapter,
+    "pt2": _pt2,
     "safetensors": _safetensors,
 }
 """By `export.to` what writes a new file or folder, and returns notes."""

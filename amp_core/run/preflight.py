@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from amp_core.config.checks import DECODED, check_data, lacks_data, tag_of_timm
+from amp_core.config.checks import DECODED, check_data, lacks_data, package_folder, tag_of_timm
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
+from amp_core.config.kinds import FILES
 from amp_core.config.parse import parse
 from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.lowp.islands import keep_fp32
@@ -78,6 +79,12 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         is_ours = recipe.__name__.startswith("recipes.")
         if is_ours and cfg.model.weights is None and folder is not None and [*folder.glob("*.safetensors")]:
             warnings.append(f"model.name={cfg.model.name}: its weights are not used; model.weights=default loads them")
+        is_of_timm = cfg.model.name.startswith("timm:") and cfg.model.weights is not None
+        if is_of_timm and sound("data") and cfg.data.name in FILES and cfg.data.like is None:
+            warnings.append(
+                f"data.like=null: images are prepared as for torchvision's networks; data.like={cfg.model.name}: with "
+                f"the crop, interpolation and statistics of these weights"
+            )
         if not found and sound("amp", "perf"):
             _check_parts(cfg, recipe.MODELS, problems)
     if sound("data"):
@@ -94,6 +101,10 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
                 f"data.prepare_on=device: the files of data={cfg.data.name} are decoded by a CUDA GPU, and the run "
                 f"has none; use data.prepare_on=loader"
             )
+    if sound("export") and cfg.export.to == "onnx":
+        lost = [name for name in ("onnx", "onnxscript", "onnxruntime") if package_folder(name) is None]
+        if lost:
+            problems.append(f"export.to=onnx: needs the package {lost[0]}: pip install 'amp-recipes[onnx]'; or use pt2")
     if sound("log"):
         problems += check_log(cfg.log)
     if sound("run_dir") and cfg.run_dir and cfg.task == "train":

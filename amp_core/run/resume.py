@@ -129,7 +129,7 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     """
     env, cfg = loop.env, loop.cfg
     notes = list(env.job.notes)
-    loop.classes = [] if lacks_data(cfg) else names_of_classes(cfg.data)
+    loop.classes = [] if lacks_data(cfg) else [*loop.data.classes] or names_of_classes(cfg.data)
     planned = {name: schedule.num_steps for name, schedule in loop.schedules.items()}
     place = named_place(cfg)
     own = env.run_dir is not None and not (is_named(cfg) and cfg.task == "predict")
@@ -145,7 +145,7 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     _check_counts(loop, loaded)
     progress = loaded.progress
     there, changes = list(progress.get("classes", loop.classes)), []
-    if loop.classes != there and not lacks_data(cfg):
+    if there and loop.classes != there and not lacks_data(cfg):
         others = sorted({*loop.classes} ^ {*there}) or there
         said = "has other classes, or in another order, than the run was trained with, such as"
         changes = [f"data.path={cfg.data.path}: {said} {', '.join(others[:3])}"]

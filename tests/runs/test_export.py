@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from running import refused_before_the_start
+from shared import data_config
+from test_predict import CLASSES, make_data
 from test_recipes import run
 
 import train
+from amp_core import Amp, __version__
 from amp_core.checkpoints.reading import must_find_checkpoint
+from amp_core.config.errors import SaveError
+from amp_core.data import build_data
 from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
+from amp_core.models.images import CLASSIFIERS
+from amp_core.run.graph_files import compare
 from amp_core.run.pretrained import load_pretrained
 from amp_core.vision import import_torchvision
+from recipes import RECIPES
 
 import_torchvision()  # transformers and peft do so, which fails beside another build of torch
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -106,6 +119,7 @@ def test_a_fine_tuned_network_of_transformers_goes_back_with_adapters_merged_or_
         (["task=export", "export.to=peft", "run_dir=."], "needs adapters"),
         (["task=export", "export.to=hf", "recipe=language_model", "run_dir=.", "export.path=/"], "export.path=/"),
         (["task=export", "export.to=safetensors", "run_dir=.", "export.path=x.pt"], ".safetensors"),
+        (["task=export", "export.to=pt2", "run_dir=.", "export.path=x.pt"], ".pt2"),
         (["task=export", "export.to=safetensors", "export.path=/etc/passwd.safetensors"], "task=export: needs weights"),
         (["task=export", "export.to=safetensors", "run_dir=.", "export.path=/x.safetensors/"], "export.path=/x"),
         (["task=export", "export.to=hf", "run_dir=a"], "run_dir=a: there is no such file"),
@@ -121,3 +135,99 @@ def test_a_target_that_is_there_and_a_network_without_a_place_leave_nothing(caps
     assert export("hf") == 2 and "positions=alibi" in capsys.readouterr().err and not list(Path("a/export").iterdir())
     Path("b.safetensors").write_bytes(b"mine")
     assert export("safetensors", "export.path=b.safetensors") == 2 and Path("b.safetensors").read_bytes() == b"mine"
+
+
+IN_ANOTHER_PROCESS = """
+import json, sys, numpy
+to, file, images, logits = sys.argv[1:]
+given = numpy.load(images)
+if to == "onnx":
+    import onnxruntime
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    entry, = session.get_inputs()
+    about = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
+    run = lambda images: session.run(None, {entry.name: images})[0]
+    assert "torch" not in sys.modules and entry.shape[0] == "batch"
+else:
+    import torch
+    files = {"metadata.json": ""}
+    net = torch.export.load(file, extra_files=files).module()
+    about = json.loads(files["metadata.json"])
+    run = lambda images: net(torch.from_numpy(images)).numpy()
+numpy.save(logits, numpy.concatenate([run(given[:1]), run(given[1:4]), run(given[4:])]))
+assert not any(name.startswith(("amp_core", "recipes")) for name in sys.modules)
+print(json.dumps(about))
+"""
+
+
+@pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_a_graph_has_the_logits_of_the_averages_and_says_what_it_needs_without_this_project(to, capsys):
+    for package in ["onnx", "onnxscript", "onnxruntime"] if to == "onnx" else []:
+        pytest.importorskip(package, reason="needs the extra onnx")
+    make_data("pets", "image_folder")
+    common = [
+        "data=image_folder",
+        "data.path=pets",
+        "data.image_size=32",
+        "data.num_workers=0",
+        "model.options.width=8",
+    ]
+    begin = ["ema.decay=0.5", "amp=fp16", "batch_size=4", "steps=3", "optimizer.lr=0.1", "log=none", "run_dir=a"]
+    assert train.main([*common, *begin, "device=cpu"]) == 0
+    before = {path: path.read_bytes() for path in Path("a").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert export(to) == 0
+    assert before == {path: path.read_bytes() for path in before}
+    assert "compared: at most" in (said := capsys.readouterr().out) and "of the averages" in said
+
+    state = must_find_checkpoint(Path("a")).contents
+    own = build_model("cnn", CLASSIFIERS, options={"width": 8}, num_classes=6, image_shape=(3, 32, 32)).eval()
+    images = torch.randn(9, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    np.save("images.npy", images.numpy())
+    file = f"a/export/model.{to}"
+    command = [sys.executable, "-I", "-c", IN_ANOTHER_PROCESS, to, file, "images.npy", "logits.npy"]
+    about = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    logits = torch.from_numpy(np.load("logits.npy"))
+    with torch.no_grad():
+        own.load_state_dict(state["ema"])
+        close(logits, own(images))
+        own.load_state_dict(state["model"])
+        assert (logits - own(images)).abs().max() > 1e-3 * logits.abs().max()  # the averages are others
+    assert about["classes"] == CLASSES and about["trained_in"] == "fp16" and about["step"] == 3 and about["averaged"]
+    assert about["inputs"]["input"]["shape"] == ["batch", 3, 32, 32] and __version__ in about["version"]
+
+    # The metadata are enough to prepare a picture as the evaluation does.
+    how, path = about["preprocessing"], sorted(Path("pets/val/cat").iterdir())[0]
+    image, side = Image.open(path).convert("RGB"), how["resize_shorter_side"]
+    scale = side / min(image.size)
+    image = image.resize([round(scale * each) for each in image.size], Image.Resampling[how["interpolation"].upper()])
+    left, top = ((have - want) // 2 for have, want in zip(image.size, how["size"][::-1], strict=True))
+    pixels = np.asarray(image.crop((left, top, left + how["size"][1], top + how["size"][0]))) / how["divide_by"]
+    data = build_data(data_config("image_folder", path="pets", image_size=32), seed=0)
+    mine = torch.from_numpy((pixels - how["mean"]) / how["std"]).permute(2, 0, 1).float()
+    close(mine, data.eval.__getitems__([(0, 0)])[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_the_network_of_each_recipe_leaves_as_a_graph(recipe, capsys):
+    run(recipe, "a", "steps=1", "amp=bf16")
+    assert export("pt2") == 0
+    assert "compared: at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to_16_bits", [torch.float16, torch.bfloat16])
+def test_a_file_of_rounded_weights_is_not_taken_for_the_network(to_16_bits):
+    inputs = {"input": torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))}
+    net, other = (build_model("cnn", CLASSIFIERS, options={}, num_classes=10, image_shape=(1, 28, 28)) for _ in "ab")
+    other.load_state_dict(
+        {name: v.to(to_16_bits) if v.is_floating_point() else v for name, v in net.state_dict().items()}
+    )
+    cfg = SimpleNamespace(export=SimpleNamespace(to="pt2"), amp=SimpleNamespace(name="fp32"))
+    loop = SimpleNamespace(cfg=cfg, amp=Amp.named("fp32", device="cpu"))
+    for each in (net, other):
+        each.eval()
+    said = compare(loop, net, net, inputs, 1, lambda given: [net(given["input"])])
+    assert "at most 0 from" in said
+    with pytest.raises(SaveError, match="computes something else"):
+        compare(loop, net, net, inputs, 1, lambda given: [other(given["input"])])

@@ -30,11 +30,11 @@ from amp_core.data.images import (
     ImageFiles,
     crop_flip,
     every_fifth,
-    random_crop,
     read_mnist_subset,
     shift_rotate_scale,
 )
 from amp_core.data.loading import EvalLoader
+from amp_core.data.prepare import random_crop
 from amp_core.vision import import_torchvision
 
 ROOT = Path(__file__).resolve().parents[2]
