@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (10_852, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (15_593, "config run cli data models train.py"),
+    "program": (15_983, "config run cli data models train.py"),
     "amp_tools": (4_373, "amp_tools"),
     "scripts": (5_344, "scripts"),
     "amp_plugins": (661, "amp_plugins"),
@@ -37,7 +37,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.820
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_801, 3_060
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_835, 3_060
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 570

@@ -65,7 +65,8 @@ def write_onnx(loop: Any, net: nn.Module, weights: Weights, target: Path) -> lis
         raise ConfigError(f"export.to=onnx: {size / 2**30:.1f} GiB of weights, a file has 2 GiB at most; use pt2")
     program = _traced(loop, twin, inputs, names)
     with _quiet(), _answering(loop):
-        made: Any = torch.onnx.export(program, dynamo=True, input_names=[*inputs], verbose=False)
+        names_of = {"input_names": [*inputs], "dynamic_shapes": _dynamic(inputs)}
+        made: Any = torch.onnx.export(program, dynamo=True, verbose=False, **names_of)
         about = metadata(loop, inputs).items()
         made.model.metadata_props.update({key: json.dumps(value, ensure_ascii=False) for key, value in about})
         made.model.producer_name, made.model.producer_version = "amp-recipes", __version__
@@ -147,10 +148,14 @@ def _outputs(net: Callable[..., Any], given: dict[str, Tensor], num: int) -> lis
 
 
 def _traced(loop: Any, twin: nn.Module, inputs: dict[str, Tensor], num: int) -> Any:
-    batch = torch.export.Dim("batch")
     args, kwargs = tuple(inputs.values())[:num], {name: inputs[name] for name in [*inputs][num:]}
     with _quiet(), _answering(loop):
-        return torch.export.export(twin, args, kwargs, dynamic_shapes={name: {0: batch} for name in inputs})
+        return torch.export.export(twin, args, kwargs, dynamic_shapes=_dynamic(inputs))
+
+
+def _dynamic(inputs: dict[str, Tensor]) -> dict[str, Any]:
+    batch = torch.export.Dim("batch")
+    return {name: {0: batch} for name in inputs}
 
 
 @contextlib.contextmanager
