@@ -4,6 +4,7 @@
     python scripts/doctor.py locate amp=fp16 model=resnet18 --step 1        # settings as for train.py
     python scripts/doctor.py zeros amp=fp16 recipe=segmentation --step 5    # what becomes 0 in 16 bits
     python scripts/doctor.py forecast recipe=segmentation                   # headroom and scale, without fp16
+    python scripts/doctor.py diff amp=fp32 amp=bf16 --picture parts.png     # where two modes part
     python scripts/doctor.py advise recipe=language_model                   # why is it not faster?
 
 Nothing is trained for good and no run folder is written. docs/DOCTOR.md explains the output.
@@ -49,13 +50,14 @@ def visit(overrides: list[str], driver: Any) -> int:
     return outcome.exit_code
 
 
-def _settings(args: argparse.Namespace) -> list[str]:
+def _settings(args: argparse.Namespace, overrides: list[str] | None = None) -> list[str]:
     """Those of a run folder before a step, or what was typed."""
     from amp_tools.again import overrides_before
 
-    if len(args.overrides) != 1 or "=" in args.overrides[0]:
-        return args.overrides
-    (folder,) = args.overrides
+    overrides = args.overrides if overrides is None else overrides
+    if len(overrides) != 1 or "=" in overrides[0]:
+        return overrides
+    (folder,) = overrides
     if not Path(folder).is_dir():
         raise ConfigError(f"{folder}: there is no such folder; expected that of a run, or settings (key=value)")
     return overrides_before(folder, args.step)
@@ -113,6 +115,29 @@ def forecast(args: argparse.Namespace) -> int:
     return code
 
 
+def diff(args: argparse.Namespace) -> int:
+    """Compare one window in two modes, or of two runs, layer by layer."""
+    import torch
+
+    from amp_tools.diff import Window, compare, draw, record, table
+
+    modes = [each for each in args.overrides if each.startswith("amp=")]
+    rest = [each for each in args.overrides if each not in modes]
+    pairs = [[mode, *rest] for mode in modes] if modes else [[folder] for folder in rest]
+    if len(pairs) != 2:
+        raise ConfigError(f"diff: found {modes or rest or 'nothing'}; expected two modes, amp=fp32 amp=bf16, or runs")
+    names, windows = tuple(pair[0] for pair in pairs), [Window(pair[0], torch.float32) for pair in pairs]
+    for pair, window in zip(pairs, windows, strict=True):
+        code = visit(_settings(args, pair), lambda loop, count, into=window: record(loop, args.step, into))
+        if code:
+            return code
+    rows = compare(*windows)
+    print(table(rows, names))  # type: ignore[arg-type]
+    if args.picture:
+        draw(rows, names, args.picture)  # type: ignore[arg-type]
+    return 0
+
+
 def advise(args: argparse.Namespace) -> int:
     """Say what makes the steps of a recipe slower than they could be."""
     from amp_core.run.lines import write_json
@@ -168,6 +193,12 @@ def main(arguments: list[str]) -> int:
     )
     command.add_argument("--check", action="store_true", help="train the same steps in fp16: was the forecast right?")
     command.set_defaults(do=forecast)
+
+    command = commands.add_parser("diff", help="the same window in two modes: errors layer by layer")
+    command.add_argument("overrides", nargs="*", help="two modes and settings as for train.py, or two run folders")
+    command.add_argument("--step", type=int, default=1, help="counted from 1, as in metrics.jsonl")
+    command.add_argument("--picture", type=Path, metavar="FILE", help="where to draw the errors (PNG, PDF, SVG)")
+    command.set_defaults(do=diff)
 
     command = commands.add_parser("advise", help="why it is not faster: sizes, casts, islands, waits, small batches")
     command.add_argument("overrides", nargs="*", help="settings as for train.py")

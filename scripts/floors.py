@@ -23,11 +23,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (10_852, "base lowp step memory layouts checkpoints heads"),
+    "library": (11_134, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (15_983, "config run cli data models train.py"),
-    "amp_tools": (4_373, "amp_tools"),
-    "scripts": (5_344, "scripts"),
+    "program": (16_021, "config run cli data models train.py"),
+    "amp_tools": (4_570, "amp_tools"),
+    "scripts": (5_550, "scripts"),
     "amp_plugins": (661, "amp_plugins"),
     "amp_conformance": (2_743, "amp_conformance"),
 }
@@ -37,10 +37,10 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.820
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_835, 3_064
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 39, 8_113, 3_340
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 570
+MOST_LINES_OF_PATH = 587
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {

@@ -1,15 +1,25 @@
-"""What each format below 16 bits loses, as the table of docs/FORMATS.md.
+"""What each format below 16 bits loses, and what rules for the loss scale cost: the tables and pictures of
+docs/FORMATS.md.
 
-python scripts/formats.py
+    python scripts/formats.py                        # the table of formats
+    python scripts/formats.py policies               # that of loss scales
+    python scripts/formats.py pictures docs/pictures
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from amp_core.lowp.formats import E2M1, E3M2, E4M3, E5M2, Scaling, quantise
+from amp_core.step.amp import Amp
 
 FORMATS = {
     "bf16": torch.bfloat16,
@@ -36,8 +46,8 @@ def bits(how: torch.dtype | Scaling, size: int) -> float:
     return 1 + how.element.exponent + how.element.mantissa + {"fp32": 32, "e8m0": 8, "nvfp4": 8}[how.scale] / shared
 
 
-def main() -> None:
-    """Print the table."""
+def show_formats() -> None:
+    """Print the table of formats."""
     torch.manual_seed(0)
     x = torch.randn(4096, 256)
     outlier = x.clone()
@@ -56,5 +66,170 @@ def main() -> None:
         print(f"| {name} | {bits(how, 256):.3g} | {error:.4f} | {off:.1%} | {zeros:.1%} |".replace("%", " %"))
 
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "halve at each overflow": {},
+    "`amp.hysteresis=2` (Megatron-LM)": {"hysteresis": 2},
+    "`amp.hysteresis=2`, consecutive (DeepSpeed)": {"hysteresis": 2, "consecutive_hysteresis": True},
+    "`amp.retry=1`": {"retry": 1},
+    "`amp.retry=3`": {"retry": 3},
+}
+
+
+def show_policies(steps: int = 20_000) -> None:
+    """Print the table of loss scales: gradients drift, and one batch in 500 has some that are up to 64 times larger."""
+    print("| rule | skipped of 10,000 | extra passes | bits lost |")
+    print("| --- | --- | --- | --- |")
+    numbers = {False: torch.tensor(0.0), True: torch.tensor(1.0)}
+    for name, fields in POLICIES.items():
+        amp, draw = Amp.named("fp16", growth_interval=500, **fields), random.Random(0)
+        level, skipped, passes, lost = 0.0, 0, 0, 0.0
+        for _ in range(steps):
+            level = min(max(level + draw.gauss(0, 0.02), -4), 4)
+            size = level + (draw.uniform(0, 6) if draw.random() < 1 / 500 else 0.0)
+            limit, scale = 14.0 - size, math.log2(amp.scale)  # the largest that fits in fp16 lies at 2^14 / 2^size
+            left, first = fields.get("retry", 0), scale
+            while scale > limit and left:
+                left, passes, scale = left - 1, passes + 1, scale - 1
+                amp.scaler.lower()
+            if is_bad := scale > limit:
+                amp.scaler.set(2.0**first)
+            skipped += is_bad
+            lost += max(14.0 - level - scale, 0.0)
+            amp.scaler.update(numbers[is_bad])
+        per = 10_000 / steps
+        print(f"| {name} | {skipped * per:.1f} | {passes * per:.1f} | {lost / steps:.2f} |")
+
+
+# --- pictures
+
+
+def draw(folder: Path) -> None:
+    """Draw format_*.png."""
+    from matplotlib.figure import Figure
+
+    torch.manual_seed(0)
+    for what in (magnitudes, outliers, saturation, delayed, means):
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+        axes = figure.subplots()
+        what(axes)
+        axes.grid(alpha=0.25)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        axes.legend(fontsize=8, frameon=False)
+        figure.savefig(folder / f"format_{what.__name__}.png", dpi=110)
+
+
+def stored(x: Tensor, how: torch.dtype | Scaling) -> Tensor:
+    """`x` as a format holds it, in fp32."""
+    return x.to(how).float() if isinstance(how, torch.dtype) else quantise(x, how).dense()
+
+
+PICTURED = ["bf16", "fp16", "E4M3, scale of a tensor", "E4M3, of a row", "E4M3, of 1 x 128", "E5M2, of a tensor"]
+PICTURED += ["mxfp8 (E4M3)", "mxfp6 (E3M2)", "mxfp4 (E2M1)", "nvfp4"]
+
+
+def magnitudes(axes: Any) -> None:
+    """Error against magnitude: each row is a power of two smaller than the one before."""
+    exponents = torch.arange(0, 41)
+    x = torch.randn(len(exponents), 1024) * torch.exp2(-exponents.float())[:, None]
+    for number, name in enumerate(PICTURED):
+        low = stored(x, FORMATS[name])
+        error = ((low - x).norm(dim=1) / x.norm(dim=1)).clamp(max=1.0)
+        axes.plot(-exponents, error, "-" if number < 6 else "--", marker=".", markersize=3, linewidth=1, label=name)
+    axes.set(
+        yscale="log", xlabel="size of a row of a tensor, as a power of two of the largest", ylabel="relative error"
+    )
+    axes.set_title("What is small beside the rest of its tensor", fontsize=10)
+
+
+def outliers(axes: Any) -> None:
+    """The part of the numbers that become 0 beside one that is larger than all others."""
+    x, factors = torch.randn(1024, 256), [2.0**k for k in range(25)]
+    for name in (
+        "E4M3, scale of a tensor",
+        "E4M3, of a row",
+        "E4M3, of 1 x 128",
+        "mxfp8 (E4M3)",
+        "mxfp4 (E2M1)",
+        "nvfp4",
+    ):
+        zeros = []
+        for factor in factors:
+            beside = x.clone()
+            beside[0, 0] = factor * x.abs().max()
+            zeros.append(100 * (stored(beside, FORMATS[name]) == 0).float().mean().item())
+        axes.plot(factors, zeros, marker=".", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="outlier, in largest numbers", ylabel="zeros (%)")
+    axes.set_title("One outlier in 262,144 normal numbers", fontsize=10)
+
+
+def saturation(axes: Any) -> None:
+    """The error of the largest number of a block, by where it lies between two powers of two."""
+    places = torch.linspace(1.0, 2.0, 401)[:-1]
+    x = places[:, None] * torch.tensor([1.0, *[0.3] * 31])
+    normal = torch.randn(32768, 32)
+    for rule in ("floor", "rceil"):
+        how = Scaling(E4M3, (1, 32), "e8m0", rule)  # type: ignore[arg-type]
+        error = (stored(x, how)[:, 0] - places) / places
+        peaks = normal.abs().amax(1)
+        off = ((stored(normal, how).abs().amax(1) - peaks).abs() / peaks > 1 / 16).float().mean().item()
+        axes.plot(places, 100 * error, label=f"{rule}: {100 * off:.1f} % of blocks of normal numbers off by over 1/16")
+    axes.set(xlabel="largest number of a block, in powers of two", ylabel="error (%)")
+    axes.set_title("MXFP8: the floor rule saturates above 1.75", fontsize=10)
+
+
+def delayed(axes: Any) -> None:
+    """The norm that is stored when all numbers grow 8 times, with the scale of the steps before and of this one."""
+    steps, sizes = range(-3, 8), []
+    for history in (1, 4, 0):
+        peaks: list[Tensor] = []
+        kept = []
+        for step in steps:
+            x = torch.randn(512, 256) * (8.0 if step >= 0 else 1.0)
+            peaks.append(x.abs().max())
+            largest = torch.stack(peaks[-1 - history : -1] if history and len(peaks) > 1 else peaks[-1:]).max()
+            scale = largest / E4M3.largest
+            low = (x / scale).clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn).float() * scale
+            kept.append(float(low.norm() / x.norm()))
+        sizes.append(min(kept))
+        label = f"largest of the {history} step(s) before: {min(kept):.2f}" if history else "of this step"
+        axes.plot(list(steps), kept, marker="o", markersize=4, label=label)
+    axes.set(xlabel="step; at 0 all numbers grow 8 times", ylabel="norm stored, relative", ylim=(0.0, 1.1))
+    axes.set_title("Delayed scaling: finite, so no step is skipped", fontsize=10)
+
+
+def means(axes: Any) -> None:
+    """The error of a mean over draws: nearest, noise of its own for each draw, and the same noise for all."""
+    x, how = torch.randn(64, 64), Scaling(E2M1, (1, 16), "nvfp4")
+    counts = [2**k for k in range(9)]
+
+    def seeded(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return quantise(x, how, stochastic=True).dense()
+
+    kinds = {"to nearest": lambda i: quantise(x, how).dense(), "one noise on all ranks": lambda i: seeded(0)}
+    kinds["noise of its own"] = seeded
+    for name, one in kinds.items():
+        every = torch.stack([one(i) for i in range(counts[-1])]).cumsum(0)
+        errors = [float((every[n - 1] / n - x).norm() / x.norm()) for n in counts]
+        axes.plot(counts, errors, marker="o", markersize=4, label=f"{name} (8 ranks: {errors[3]:.3f})")
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel="draws or ranks", ylabel="relative error of the mean")
+    axes.set_title("NVFP4: what averages away", fontsize=10)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["formats", "policies", "pictures"], default="formats")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("docs/pictures"))
+    flags = parser.parse_args()
+    if flags.what == "pictures":
+        draw(flags.folder)
+    else:
+        {"formats": show_formats, "policies": show_policies}[flags.what]()
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

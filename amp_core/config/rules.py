@@ -16,28 +16,31 @@ from amp_core.config.parse import parse, show_value
 from amp_core.config.schema import ONE_PROCESS, SHARDED, WHOLE_MATRICES, AmpConfig, ClipConfig, Config, scale_cap
 
 SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale", "max_scale_per_sample")
-SCALE_KEYS += ("min_scale", "dynamic")
+SCALE_KEYS += ("min_scale", "dynamic", "hysteresis", "consecutive_hysteresis", "retry")
 LEAST: dict[int | None, str] = {
     None: "epochs max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb optimizer.lr clip.max_norm "
     "clip.max_value clip.factor amp.init_scale amp.growth_factor amp.backoff_factor amp.max_scale amp.min_scale "
     "amp.max_scale_per_sample optimizer.layer_decay data.mixup data.cutmix data.erasing",
     0: "data.num_workers seed doctor.max_reports optimizer.weight_decay layout.max_restarts debug.inject.rank "
-    "perf.profile",
+    "perf.profile amp.retry",
     1: "accumulation batch_size steps samples save_every eval_every log_every eval.samples checkpoint.keep "
     "data.image_size data.num_samples data.length doctor.after_skips doctor.statistics_every schedule.horizon "
-    "layout.nproc_per_node debug.inject.step amp.growth_interval amp.max_consecutive_skips",
+    "layout.nproc_per_node debug.inject.step amp.growth_interval amp.max_consecutive_skips "
+    "amp.hysteresis",
     2: "data.num_classes layout.num_stages layout.shard_size",
 }
 """The least value of numbers; None: above 0. All are finite."""
 MOST: dict[float, str] = {
     1: "optimizer.layer_decay data.erasing",
-    3.4e38: "optimizer.lr optimizer.weight_decay amp.init_scale amp.growth_factor amp.max_scale amp.min_scale "
+    3.4e38: "amp.skip_above optimizer.lr "
+    "optimizer.weight_decay amp.init_scale amp.growth_factor amp.max_scale amp.min_scale "
     "amp.max_scale_per_sample clip.max_norm clip.max_value clip.factor",  # fp32 has no more
     MOST_STEPS: "steps schedule.horizon debug.inject.step data.num_classes",
     2**24: "batch_size accumulation data.length",
     2**15: "data.image_size",  # one of 3 channels in fp32 has 12 GiB
     2**10: "data.mixup data.cutmix data.num_workers layout.num_stages",
-    10**6: "max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb layout.shard_size",
+    10**6: "amp.hysteresis amp.retry "
+    "max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb layout.shard_size",
 }
 """The largest value of numbers: more is a slip of the hand, and would take memory or time without an end."""
 
@@ -68,7 +71,7 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
                     f"use amp=fp16 or leave it out"
                 )
     else:
-        for key in ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "min_scale", "dynamic"):
+        for key in sorted({*SCALE_KEYS} - {"max_scale", "max_scale_per_sample"}):
             if getattr(amp, key) is None:
                 yield f"amp.{key}=null: a mode that scales the loss needs a value; leave it out"
         if amp.max_scale is None and amp.max_scale_per_sample is None:
@@ -83,6 +86,13 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
             yield f"amp.min_scale={amp.min_scale:g}: expected at most amp.max_scale={amp.max_scale:g}"
         if amp.min_scale is not None and amp.init_scale is not None and 0 < amp.init_scale < amp.min_scale:
             yield f"amp.init_scale={amp.init_scale:g}: expected at least amp.min_scale={amp.min_scale:g}"
+        if amp.consecutive_hysteresis and amp.hysteresis == 1:
+            yield "amp.consecutive_hysteresis=true: has no effect with amp.hysteresis=1; use amp.hysteresis=2"
+        for key, default in (("hysteresis", 1), ("retry", 0)) if amp.dynamic is False else ():
+            if (value := getattr(amp, key)) not in (default, None):
+                yield f"amp.{key}={value}: has no effect with amp.dynamic=false, which keeps the scale; leave it out"
+    if amp.skip_above is not None and amp.skip_above <= 1:
+        yield f"amp.skip_above={amp.skip_above:g}: expected a factor above 1, such as 10"
     if amp.weights == "float32":
         if amp.update is not None:
             yield f"amp.update={amp.update}: has no effect on fp32 weights; use amp=bf16_pure or amp=o2"
@@ -90,8 +100,8 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
         if amp.dtype != "float32":
             yield f"amp.dtype={amp.dtype}: amp.weights={amp.weights} compute without autocast; leave it out"
         if amp.update is None:
-            yield f"amp.update=null: amp.weights={amp.weights} need master, nearest, kahan or stochastic"
-        if amp.update in ("stochastic", "kahan") and amp.weights != "bfloat16":
+            yield f"amp.update=null: amp.weights={amp.weights} need master, remainder, kahan, stochastic or nearest"
+        if amp.update in ("stochastic", "kahan", "remainder") and amp.weights != "bfloat16":
             yield f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure"
     if amp.format is not None and amp.dtype != "bfloat16":
         yield f"amp.format={amp.format}: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}"
@@ -211,6 +221,8 @@ def _check_run(cfg: Config) -> Iterator[str]:
     if cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
         other = "graph=true" if cfg.perf.graph else f"compile={cfg.perf.compile}"
         yield f"perf.recast_weights=true: needs eager code and cannot be combined with perf.{other}"
+    if cfg.amp.retry and cfg.perf.graph:
+        yield f"amp.retry={cfg.amp.retry}: reads each step's outcome, which perf.graph=true cannot; use one of them"
     if cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
         key = "dynamic=true" if cfg.perf.dynamic else f"backend={cfg.perf.backend}"
         yield f"perf.{key}: has no effect with perf.compile=null; use perf=compile"

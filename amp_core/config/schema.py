@@ -17,9 +17,9 @@ class AmpConfig:
     """Dtype of autocast; float32 disables it."""
     weights: Literal["float32", "bfloat16", "float16"]
     """Dtype of the weights; 16-bit weights compute without autocast."""
-    update: Literal["master", "stochastic", "kahan", "nearest"] | None
-    """How a step updates 16-bit weights: master weights, stochastic rounding, Kahan summation, or rounding to
-    nearest."""
+    update: Literal["master", "remainder", "stochastic", "kahan", "nearest"] | None
+    """How a step updates 16-bit weights: master weights, bfloat16 weights and the 16 bits that they lack of them,
+    stochastic rounding, Kahan summation, or rounding to nearest."""
     format: Literal["fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"] | None
     """What linear layers whose sizes allow it multiply; null: numbers of `dtype`."""
     granularity: Literal["tensor", "row", "row_gw_hp", "block"] | None
@@ -55,6 +55,16 @@ class AmpConfig:
     """The scale never falls below this."""
     dynamic: bool | None
     """False keeps the scale at `init_scale`; steps that overflow are still skipped."""
+    hysteresis: int | None
+    """Overflows since the scale last grew until it falls, as in Megatron-LM; 1: each lets it fall."""
+    consecutive_hysteresis: bool | None
+    """A step without overflow forgives those before it, as in DeepSpeed."""
+    retry: int | None
+    """How often a window that overflowed is computed again at a smaller scale before it is skipped. Each step waits for
+    the device."""
+    skip_above: float | None
+    """Skip steps whose loss or gradient norm is above this times its running median (of 64 steps, from the 17th on).
+    The loss scale stays. null: off."""
     max_consecutive_skips: int
     """Stop with exit code 5 after this many skipped steps in a row."""
     op_policy: Literal["device", "cuda"]

@@ -127,7 +127,7 @@ def lay_out(
 
 def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) -> Memory:
     """Bytes on the rank that holds the most."""
-    side = {None: 0, "master": FP32, "kahan": LOW, "stochastic": 0, "nearest": 0}[amp.update]
+    side = {None: 0, "master": FP32, "kahan": LOW, "remainder": LOW, "stochastic": 0, "nearest": 0}[amp.update]
     trained = [weight for weight in weights if weight.moments is not None]
     blocks: dict[int, int] = {}
     for weight in weights:

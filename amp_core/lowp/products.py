@@ -120,6 +120,27 @@ def is_converted(net: nn.Module) -> bool:
     return any(isinstance(module, LowLinear) for module in net.modules())
 
 
+def pays(layer: nn.Module, how: Products) -> str:
+    """Whether float8 units make a linear layer faster than bfloat16: "pays", or why not; "" for other layers.
+
+    Thresholds of torchao 0.18 (float8/float8_linear_utils.py), from its measurements on an H100 with compiled casts.
+    """
+    if not isinstance(layer, nn.Linear):
+        return ""
+    inputs, outputs = layer.in_features, layer.out_features
+    if inputs % how.multiple or outputs % how.multiple:
+        return f"no multiple of {how.multiple}"
+    if not isinstance(layer, LowLinear):
+        return "kept"
+    if how.inputs.scale != "fp32" or how.inputs.block[1] is not None:
+        return "emulated"
+    if how.inputs.block[0] is None:
+        is_small = inputs <= 4096 and outputs <= 1024
+    else:
+        is_small = outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
+    return "too small" if is_small else "pays"
+
+
 def why_none(left_alone: list[tuple[str, str]]) -> str:
     """Why no layer is converted, in a sentence without its end."""
     reasons = "; ".join(f"{name or 'the network'}: {reason}" for name, reason in left_alone[:4])

@@ -1,4 +1,4 @@
-"""Networks with 16-bit weights, and four ways to update them.
+"""Networks with 16-bit weights, and five ways to update them.
 
     weights = LowPrecisionWeights(net, torch.bfloat16, "stochastic")
     optimizer = Adam(master_params(net), fused=True)     # owns fp32 weights, and keeps fp32 moments
@@ -14,6 +14,7 @@ computed in fp32, and the modes differ in how much of the result they keep:
 
     update       a weight is                                     bytes per weight between steps
     master       the rounded copy of an fp32 master weight       6   (Micikevicius et al., arXiv:1710.03740; apex's O2)
+    remainder    its upper 16 bits, rounded, and the lower ones   4   (Transformer Engine, modded-nanogpt)
     kahan        the sum of two bfloat16 numbers                 4   (Zamirai et al., arXiv:2010.06192)
     stochastic   bfloat16, stochastically rounded                2   (Gupta et al., arXiv:1502.02551)
     nearest      16-bit, rounded to nearest                      2   (apex's O3; stalls)
@@ -36,11 +37,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_core.lowp.rounding import noise_16bit, round_stochastically, split
+from amp_core.lowp.rounding import halve, noise_16bit, round_stochastically, split, whole
 from amp_core.tensors import full_copy, is_sharded, several_ranks
 from amp_core.torch_private import NormBase, foreach_copy_, is_missing, version_of
 
-Update = Literal["master", "stochastic", "kahan", "nearest"]
+Update = Literal["master", "remainder", "stochastic", "kahan", "nearest"]
 
 _SEES_WRITES = not is_missing("torch.Tensor._version")
 _HALF = (torch.float16, torch.bfloat16)
@@ -56,7 +57,7 @@ class _Fp32:
     steps."""
     keeps: bool
     rest: Tensor | None
-    """kahan: value minus weight, in 16 bits."""
+    """kahan: value minus weight, in 16 bits. remainder: the lower bits of the value, int16."""
     version: int | None = None
     """The version of the weight when it was last known to be the rounded value; None: a program has its `data`."""
 
@@ -66,13 +67,17 @@ class _Fp32:
             self._take_changes(low)
         if self.keeps:
             return self.master.detach()
-        return low.detach().float() if self.rest is None else low.detach().float() + self.rest
+        if self.rest is None:
+            return low.detach().float()
+        return whole(low.detach(), self.rest) if self.rest.dtype is torch.int16 else low.detach().float() + self.rest
 
     @torch.no_grad()
     def _take_changes(self, low: Tensor) -> None:
         """What was written into the weight replaces the value where this no longer rounds to it."""
         if self.keeps:
             self.master.copy_(torch.where(low == self.master.to(low.dtype), self.master, low.float()))
+        elif self.rest is not None and self.rest.dtype is torch.int16:
+            self.rest.masked_fill_(low == 0, 0)  # any bits round to the weight; half of a last digit remains elsewhere
         elif self.rest is not None:
             self.rest.masked_fill_((low.float() + self.rest).to(low.dtype) != low, 0.0)
         self.version = version_of(low)
@@ -81,6 +86,10 @@ class _Fp32:
         """Store `value`, and return the 16-bit weight."""
         if self.keeps:
             self.master.copy_(value)
+        elif self.rest is not None and self.rest.dtype is torch.int16:
+            low, rest = halve(value.to(self.rest.device, torch.float32))
+            self.rest.copy_(rest)
+            return low
         elif self.rest is not None:
             value, rest = split(value.to(self.rest.device, torch.float32), dtype)
             self.rest.copy_(rest)
@@ -225,8 +234,8 @@ class LowPrecisionWeights:
 
         if dtype not in _HALF or update not in get_args(Update):
             raise ValueError(f"{dtype}, {update!r}: expected float16 or bfloat16, and one of {get_args(Update)}")
-        if update == "stochastic" and dtype is not torch.bfloat16:
-            raise ValueError(f"stochastic rounding is for bfloat16 weights; {dtype}: use 'master'")
+        if update in ("stochastic", "remainder") and dtype is not torch.bfloat16:
+            raise ValueError(f"{update} is for bfloat16 weights; {dtype}: use 'master'")
         if any(p.dtype in _HALF for p in net.parameters()):
             raise ValueError("the weights are 16-bit already, their fp32 values are lost; pass a network in fp32")
         islands = {net.get_submodule(name) for name in island_names(net)}
@@ -271,7 +280,8 @@ class LowPrecisionWeights:
     def _store(self, low: nn.Parameter) -> _Fp32:
         value, trains = low.detach(), low.requires_grad
         keeps = self.update == "master"
-        rest = torch.zeros_like(value, dtype=self.dtype) if self.update == "kahan" else None
+        kinds = {"kahan": self.dtype, "remainder": torch.int16}
+        rest = torch.zeros_like(value, dtype=kinds[self.update]) if self.update in kinds else None
         side = _Fp32(nn.Parameter(value if keeps else self._nan[low.device].expand(low.shape), trains), keeps, rest)
         low.data = side.take(value, self.dtype)
         side.version = version_of(low)
@@ -332,7 +342,7 @@ class LowPrecisionWeights:
             sizes = [value.numel() for value in values]
             noises = noise_16bit(sum(sizes), self.num_taken).split(sizes)
             values = [round_stochastically(v, noise.to(v.device)) for v, noise in zip(values, noises, strict=True)]
-        elif self.update == "kahan":
+        elif self.update in ("kahan", "remainder"):
             values = [side.take(value, self.dtype) for value, (_, side) in zip(values, mine, strict=True)]
         for (low, side), value in zip(mine, values, strict=True):
             low.copy_(value)

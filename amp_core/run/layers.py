@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.lowp.islands import island_names, named_modules
+from amp_core.lowp.products import pays, products_of
 from amp_core.run.replay import replay
 from amp_core.run.terminal import say
 from amp_core.step.window import MicroBatch
@@ -58,7 +60,9 @@ def _table(loop: Loop, names: dict[nn.Module, str], seen: dict[int, torch.dtype]
         for name in island_names(net)
         for module in net.get_submodule(name).modules()
     }
-    rows: list[tuple[str, ...]] = [HEAD]
+    amp = loop.cfg.amp
+    how = None if amp.format is None else products_of(amp)
+    rows: list[tuple[str, ...]] = [HEAD if how is None else (*HEAD, amp.format or "")]
     for number, (module, name) in enumerate(names.items()):
         own = [*module.parameters(recurse=False)]
         if not own and any(module.children()):
@@ -75,10 +79,15 @@ def _table(loop: Loop, names: dict[nn.Module, str], seen: dict[int, torch.dtype]
                 _spell(seen[number]) if number in seen else "not called",
                 "yes" if module in islands else "",
                 f"{sum(t.numel() * t.element_size() for t in stored):,}" if stored else "",
+                *(() if how is None else (pays(module, how),)),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    counts = collections.Counter(row[-1] for row in rows[1:] if how is not None and row[-1])
+    if counts and not counts["pays"]:
+        why = ", ".join(f"{num} {reason}" for reason, num in counts.items())
+        lines.append(f"no layer is faster in amp={amp.name} ({why}); use amp=bf16 for speed")
     return "\n".join(["layers, observed in a step of a few samples:", *(f"  {line}" for line in lines)])
 
 

@@ -44,6 +44,7 @@ from amp_core.step.ema import Ema
 from amp_core.step.observer import Observer, around_window
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import Schedule
+from amp_core.step.skips import attempts
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import is_sharded
 
@@ -199,7 +200,7 @@ class Loop:
         while self.step < end:
             window = next(windows)
             with self.step_of(window) as dropped, around_window(self.observers, self.step + 1):
-                if not dropped:
+                for _ in () if dropped else attempts(self.amp):
                     yield window
             if self.step == begin + 1:
                 self.checkpoint.prepare()
@@ -273,7 +274,7 @@ class Loop:
             **values: 0-d tensors, this rank's shares of means over the window. The metrics hold their means over the
                 taken steps since the last line.
         """
-        if self.is_replay:
+        if self.is_replay or (self.amp.attempts is not None and self.amp.attempts.again):
             return
         self.metrics.add(of, report, values)
         if self.watch is not None:
@@ -426,6 +427,12 @@ def _fault(loop: Loop, inject: InjectConfig, window: list[MicroBatch]) -> contex
 
 
 def _require_samples(loop: Loop) -> None:
+    if loop.cfg.amp.retry and len(loop.optimizers) > 1:
+        name, num = loop.cfg.recipe["name"], len(loop.optimizers)
+        raise ConfigError(
+            f"amp.retry={loop.cfg.amp.retry}: recipe={name} steps {num} optimizers, and a window is computed again as "
+            f"a whole; expected one optimizer; leave it out"
+        )
     env, num_samples = loop.env, len(loop.env.eval_part(loop.data.eval))
     if any(map(is_sharded, loop.nets)) and num_samples < env.world_size:
         raise ConfigError(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -37,12 +36,12 @@ from amp_core.step.gradients import as_scalar, at_least_fp32, run_backward, with
 from amp_core.step.observer import Observer, show_gradients
 from amp_core.step.report import Rehearsal, StepReport
 from amp_core.step.scaler import LossScale, Numbers, policy_of
-from amp_core.step.state import OptimizerState, WindowState
+from amp_core.step.skips import Attempts, Outliers, counters_of, load_counters
+from amp_core.step.state import Decide, OptimizerState, WindowState
 from amp_core.step.steppable import can_skip_on_device, require_fits_mode, require_own_weights, require_steppable
 from amp_core.tensors import has_16bit, is_sharded, several_ranks
 from amp_core.torch_private import log_missing
 
-logger = logging.getLogger("amp_recipes")
 _USABLE = "_amp_core_usable"  # where an optimizer keeps which `Amp` has checked it, with how many groups
 
 
@@ -89,8 +88,11 @@ class Amp:
         self._probes: list[weakref.ref[Tensor]] = []
         """A weight that got a gradient in the first step, of each optimizer."""
         self._sharing = 0
-        self._said_waits = False
+        self._decide_on_host = Decide()
         self._rehearsal: Rehearsal | None = None
+        self.attempts: Attempts | None = None
+        """Of the window inside `attempts`, where `config.retry` is set."""
+        self.outliers = None if config.skip_above is None else Outliers(config.skip_above, self.device)
         self.observers: list[Observer] = []
         """Told of each loss, gradient and step."""
         self._numbers = Numbers(self.device)
@@ -184,6 +186,8 @@ class Amp:
             # since gradients may be views of it; without a policy the scale is 1.
             weight = gradient if isinstance(gradient, Tensor) else None if is_double else self._numbers[gradient]
             gradient = self.scaler.scale.double() * gradient if weight is None else self.scaler.scale * weight
+            if window.scaled is None and weight is not None:
+                window.scaled = gradient, weight
         elif self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
         initial = gradient if gradient.dtype is loss.dtype and gradient.device == loss.device else gradient.to(loss)
@@ -326,10 +330,16 @@ class Amp:
                 skipped = torch.addcmul(overflow, window.loss, self._zero).ne_(self._zero)  # inf times 0 is NaN
             window.is_stepping, Amp.num_calls = True, Amp.num_calls + 1
             window.num_stepped += len(states)
+            norms = [state.norm for state in states]
+            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+            sizes, outlier = [] if self.outliers is None else self.outliers.sizes(window.loss, norm), None
             if agree:  # in one reduction, before any weight moves: replicas that decide differently drift apart
-                both = torch.stack((overflow, skipped))
+                both = torch.stack((overflow, skipped, *sizes))
                 dist.all_reduce(both, op=dist.ReduceOp.MAX)
-                overflow, skipped = both.unbind()
+                overflow, skipped, *sizes = both.unbind()
+            if self.outliers is not None:
+                outlier = self.outliers.judge(optimizers[0], sizes, remembers=rehearsal is None)
+                skipped = torch.maximum(skipped, outlier)
             if rehearsal is not None:
                 rehearsal.add(skipped)
                 rehearsal.optimizers.update(optimizers)
@@ -351,19 +361,10 @@ class Amp:
                     guard.settle(taken, after=state)
             if has_grads or agree:
                 window.outcomes += [(overflow, skipped)]
-            norms = [state.norm for state in states]
-            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
             for observer in self.observers:
                 observer.on_step_end(taken)
-            return StepReport(taken, norm, on_host, rehearsal is not None)
-
-    def _decide_on_host(self, states: Sequence[OptimizerState], taken: Tensor) -> bool:
-        """Whether to step optimizers that cannot skip on the device. Waits for it."""
-        if not self._said_waits:
-            self._said_waits = True
-            name = next(type(state.optimizer).__name__ for state in states if not state.on_device)
-            logger.info("%s is not fused: each step waits for the device once, to know whether to skip", name)
-        return bool(taken)
+            scales = window.scaled and (self.scaler.scale, *window.scaled)
+            return StepReport(taken, norm, on_host, rehearsal is not None, overflow, outlier, scales)
 
     def update(self) -> None:
         """End the window: update the loss scale once, however many optimizers stepped. No host-device sync."""
@@ -378,6 +379,8 @@ class Amp:
             guard.was_called = False
         if outcome is not None and self._rehearsal is None:
             overflow, skipped = outcome
+            if self.attempts is not None and self.attempts.settle(self, overflow, len(window.outcomes)):
+                return
             self.scaler.update(overflow)
             self._skips.add_(skipped)
             self.num_consecutive_skips.mul_(skipped)
@@ -461,19 +464,11 @@ class Amp:
 
     def counters(self) -> dict[str, Any]:
         """What a resumed run needs besides `state_dict`; `Checkpoint` saves it. Waits for the device."""
-        return {
-            "skipped": int(self.num_skipped),
-            "consecutive_skips": int(self.num_consecutive_skips),
-            "rounded": [int(weights.num_taken) for weights in self.weights],
-        }
+        return counters_of(self)
 
     def load_counters(self, progress: Mapping[str, Any]) -> None:
         """Restore what `counters` returned. A count that is missing is 0."""
-        self.num_skipped.fill_(int(progress.get("skipped", 0)))
-        self.num_consecutive_skips.fill_(int(progress.get("consecutive_skips", 0)))
-        rounded = [*progress.get("rounded", []), *[0] * len(self.weights)]
-        for weights, num_taken in zip(self.weights, rounded, strict=False):
-            weights.num_taken.fill_(int(num_taken))
+        load_counters(self, progress)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -23,12 +23,39 @@ class StepReport:
         grad_norm: 0-d float32, the global L2 norm of the unscaled gradients before clipping. Not finite if one is not.
         taken_on_host: `taken` as a bool for optimizers whose steps the host decides; None if decided on the device.
         is_rehearsal: the step was rehearsed and does not count as a step of the run.
+        overflow: 0-d float32, 1 if a gradient of any rank was not finite.
+        outlier: 0-d float32, 1 if the step was far from the usual; None without `amp.skip_above`.
+        scales: the scale now, 0-d; that times the weight of the window's first loss, and this weight. None: not scaled.
     """
 
     taken: Tensor
     grad_norm: Tensor
     taken_on_host: bool | None = None
     is_rehearsal: bool = False
+    overflow: Tensor | None = None
+    outlier: Tensor | None = None
+    scales: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the step was skipped; None: it was taken. Waits for the device."""
+        if bool(self.taken):
+            return None
+        if self.overflow is not None and bool(self.overflow):
+            return "a gradient is not finite"
+        if self.outlier is not None and bool(self.outlier):
+            return "loss or gradient norm is far above its running median"
+        return "a loss is not finite, or there are no gradients"
+
+    @property
+    def scale_before(self) -> float:
+        """The loss scale of the window; NaN if the weight of its first loss is 0. Waits for the device."""
+        return 1.0 if self.scales is None else (self.scales[1].double() / self.scales[2]).float().item()
+
+    @property
+    def scale_after(self) -> float:
+        """The loss scale after `amp.update()`, if read before the next one. Waits for the device."""
+        return 1.0 if self.scales is None else self.scales[0].item()
 
 
 class Rehearsal(Observer):

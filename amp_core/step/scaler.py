@@ -3,7 +3,8 @@
 The rule is that of Micikevicius et al., "Mixed Precision Training" (https://arxiv.org/abs/1710.03740), as in
 `torch.amp.GradScaler`: halve after an overflow, double after `growth_interval` steps without one. Three additions: a
 cap, since without overflows the scale reaches 2^127; a floor, since at 2^-128 its reciprocal is infinite and writes NaN
-into the weights; and a static scale that still skips bad steps.
+into the weights; and a static scale that still skips bad steps. With `hysteresis` it falls at the overflow of that
+number since it grew, as in Megatron-LM, or since a step without one (`consecutive_hysteresis`), as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class ScalePolicy:
     max_scale: float
     min_scale: float
     dynamic: bool = True
+    hysteresis: int = 1
+    consecutive_hysteresis: bool = False
 
 
 def policy_of(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
@@ -70,6 +73,10 @@ class LossScale:
         start = min(policy.init_scale, policy.max_scale) if policy else 1.0
         self.scale = torch.full((), start, dtype=torch.float32, device=device)
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self._patience = torch.full((), policy.hysteresis if policy else 1, dtype=torch.int32, device=device)
+        """Overflows until the scale falls, also those that did."""
+        self.kept: dict[str, Any] = {}
+        """The scale of an earlier mode, where this one does not scale."""
         self._numbers = Numbers(device)
 
     @property
@@ -82,11 +89,31 @@ class LossScale:
         policy = self.policy
         if policy is None or not policy.dynamic:
             return
+        before = self.scale.clone() if policy.hysteresis > 1 else None
         update_scale_(
             self.scale, self._tracker, found_inf, policy.growth_factor, policy.backoff_factor, policy.growth_interval
         )
+        if before is not None:
+            bad = found_inf > 0
+            self._patience.sub_(bad.int())
+            self.scale.copy_(torch.where(bad & (self._patience > 0), before, self.scale))
+            # The tracker is 0 after a step without overflow if the scale grew.
+            refill = ~bad if policy.consecutive_hysteresis else ~bad & (self._tracker == 0)
+            self._patience.copy_(torch.where(refill, policy.hysteresis, self._patience.clamp(min=0)))
         # Clamped here and not at use, so that no step sees and no checkpoint holds a scale out of bounds.
         self.scale.clamp_(self._numbers[policy.min_scale], self._numbers[policy.max_scale])
+
+    def lower(self) -> None:
+        """Back off and begin to count steps without overflow anew, whatever the hysteresis. No host-device sync."""
+        assert self.policy is not None
+        self.scale.mul_(self.policy.backoff_factor).clamp_(min=self.policy.min_scale)
+        self._tracker.zero_()
+
+    def recall(self, kept: dict[str, Any]) -> None:
+        """Continue the scale of the last mode that had one, or keep it for the next."""
+        if self.policy is not None:
+            logger.info("the loss scale continues as it was before the modes without one")
+        self.load_state_dict(kept)
 
     @contextlib.contextmanager
     def held_at(self, scale: float) -> Iterator[None]:
@@ -112,6 +139,7 @@ class LossScale:
             "backoff_factor": self.policy.backoff_factor,
             "growth_interval": self.policy.growth_interval,
             "_growth_tracker": int(self._tracker.item()),
+            **({"_hysteresis_tracker": int(self._patience.item())} if self.policy.hysteresis > 1 else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -125,12 +153,12 @@ class LossScale:
                 f"torch.amp.GradScaler, with a number as scale"
             )
         if self.policy is None:
-            if state:
-                logger.info("the checkpoint's loss scale %g is ignored: this mode does not scale", state["scale"])
+            self.kept = dict(state)
             return
         if not state:
             self.scale.fill_(min(self.policy.init_scale, self.policy.max_scale))
             self._tracker.zero_()
+            self._patience.fill_(self.policy.hysteresis)
             logger.info("the checkpoint has no loss scale: starting with %g", self.scale.item())
             return
         scale = float(state["scale"])
@@ -142,5 +170,7 @@ class LossScale:
         if self.policy.dynamic:
             self.scale.fill_(min(max(scale, self.policy.min_scale), self.policy.max_scale))
             self._tracker.fill_(int(state.get("_growth_tracker", 0)) % self.policy.growth_interval)
+            patience = int(state.get("_hysteresis_tracker", self.policy.hysteresis))
+            self._patience.fill_(min(patience, self.policy.hysteresis))
         elif scale != self.scale.item():
             logger.info("the checkpoint's loss scale %g is ignored: amp.dynamic=false", scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ from amp_core.step.gradients import (
 from amp_core.step.scaler import LossScale, Numbers
 from amp_core.step.steppable import can_skip_on_device
 from amp_core.tensors import multiply_, several_ranks, step_on_local_shards
+
+logger = logging.getLogger("amp_recipes")
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +138,20 @@ class OptimizerState:
                 bare_step(self.optimizer)
 
 
+class Decide:
+    """Whether to step optimizers that cannot skip on the device."""
+
+    has_said = False
+
+    def __call__(self, states: Sequence[OptimizerState], taken: Tensor) -> bool:
+        """Read whether the step is taken. Waits for the device, which the log says once."""
+        if not self.has_said:
+            self.has_said = True
+            name = next(type(state.optimizer).__name__ for state in states if not state.on_device)
+            logger.info("%s is not fused: each step waits for the device once, to know whether to skip", name)
+        return bool(taken)
+
+
 @dataclass(slots=True, eq=False)
 class WindowState:
     """What `Amp` knows about the window, from its first backward pass to `update`."""
@@ -144,6 +161,8 @@ class WindowState:
     """Of each step: whether gradients overflowed, and whether it was skipped, 0-d float32."""
     loss: Tensor | None = None
     """The sum of its losses, 0-d: not finite if one of them is not."""
+    scaled: tuple[Tensor, Tensor] | None = None
+    """The scale times the weight of its first loss, and this weight, 0-d."""
     num_stepped: int = 0
     is_open: bool = False
     is_stepping: bool = False

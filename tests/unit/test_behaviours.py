@@ -234,8 +234,12 @@ def test_gradients_are_unscaled_before_any_loss_was_scaled() -> None:
 
 KNOBS: dict[str, Any] = {
     "init_scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3, "max_scale": 70000.0,
-    "min_scale": 50000.0, "dynamic": False, "max_scale_per_sample": 16.0,
+    "min_scale": 50000.0, "dynamic": False, "max_scale_per_sample": 16.0, "hysteresis": 2,
 }  # fmt: skip
+
+
+ELSEWHERE = {"consecutive_hysteresis", "retry", "skip_above"}
+"""Those of test_skips.py."""
 
 
 def trace(amp: Amp) -> list[float]:
@@ -258,7 +262,7 @@ def test_every_knob_of_the_loss_scale_changes_what_happens(knob: str) -> None:
 
 def test_the_knobs_above_are_all_that_a_mode_without_a_loss_scale_lacks() -> None:
     lacks = {name for name, value in vars(Amp.named("bf16").config).items() if value is None}
-    assert lacks - {"update", "format", "granularity", "keep_bf16", "scale_rule"} == KNOBS.keys()
+    assert lacks - {"update", "format", "granularity", "keep_bf16", "scale_rule", *ELSEWHERE} == KNOBS.keys()
 
 
 def test_closures_are_refused_before_the_start() -> None:

@@ -15,7 +15,18 @@ from torch import Tensor, nn
 
 from amp_core import Amp, keep_fp32
 from amp_core.lowp.formats import E4M3, E5M2, Element, Scaling, quantise
-from amp_core.lowp.products import LowLinear, Products, is_converted, is_emulated, mix, multiply, use_products, why_none
+from amp_core.lowp.products import (
+    LowLinear,
+    Products,
+    is_converted,
+    is_emulated,
+    mix,
+    multiply,
+    pays,
+    use_products,
+    why_none,
+)
+from amp_core.models.gpt import GPT
 
 BF16 = torch.bfloat16
 
@@ -346,3 +357,53 @@ def test_a_second_derivative_is_refused() -> None:
 
 def test_a_cpu_emulates() -> None:
     assert is_emulated("cpu", FP8)
+
+
+GPTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "GPT-2 small": ({"width": 768, "depth": 12, "heads": 12}, {"tensor": 25, "row": 0}),
+    "width 4096": ({"width": 4096, "depth": 1, "heads": 32}, {"tensor": 5, "row": 5}),
+    "the default": ({}, {"tensor": 0, "row": 0}),
+}
+"""Linear layers that float8 units make faster, with the logits of 50,304 tokens; the default has 17 of 256."""
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_layers_pay_by_torchaos_thresholds(name: str) -> None:
+    options, counts = GPTS[name]
+    for granularity, expected in counts.items():
+        with torch.device("meta"):
+            net = GPT(vocab_size=50_304 if options else 256, length=64, **options)
+        how = Products.of("fp8", granularity)  # type: ignore[arg-type]
+        use_products(net, how, [])
+        found = [why for module in net.modules() if (why := pays(module, how))]
+        assert found.count("pays") == expected and len(found) == 4 * len(net.blocks) + 1
+    odd, mx = nn.Linear(100, 64), Products.of("mxfp8")
+    assert pays(odd, FP8) == "no multiple of 16" and pays(nn.Linear(64, 64), FP8) == "kept"
+    assert pays(layer(64, 64, how=mx), mx) == "emulated" and pays(nn.ReLU(), FP8) == ""
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_torchao_agrees_about_what_pays_and_about_the_numbers(granularity: str) -> None:
+    """The second implementation: which layers its filter takes, and the codes and scales of its float8 casts."""
+    utils = pytest.importorskip("torchao.float8.float8_linear_utils")
+    how = Products.of("fp8", granularity)  # type: ignore[arg-type]
+    accepts = getattr(utils, f"_auto_filter_for_{granularity}wise")
+    for inputs in (768, 1024, 1040, 2048, 2064, 4096, 4112, 8192):
+        for outputs in (768, 1024, 1040, 2048, 2064, 4096, 4112, 8192):
+            linear = nn.Linear(inputs, outputs, device="meta")
+            use_products(linear, how)
+            assert (pays(linear, how) == "pays") is accepts(linear, "", []), (inputs, outputs)
+    scaling = pytest.importorskip("torchao.float8.float8_scaling_utils")
+    config = pytest.importorskip("torchao.float8.config")
+    x = torch.randn(64, 96) * torch.exp2(torch.randint(-9, 9, (64, 1)).float())
+    kinds, is_row = config.ScalingGranularity, granularity == "row"
+    theirs = scaling.hp_tensor_to_float8_dynamic(
+        x,
+        torch.float8_e4m3fn,
+        None,
+        scaling_granularity=kinds.AXISWISE if is_row else kinds.TENSORWISE,
+        axiswise_dim=-1 if is_row else None,
+    )
+    ours = quantise(x, how.inputs)
+    assert (ours.values.view(torch.uint8) == theirs._data.view(torch.uint8)).float().mean() > 0.999
+    torch.testing.assert_close(ours.scale.flatten(), 1 / theirs._scale.flatten(), rtol=2**-22, atol=0)

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from amp_core import Amp, Checkpoint, Clip, Ema, StepReport, keep_fp32
 from amp_core.layouts.memory_model import memory_of
-from amp_core.lowp.rounding import noise_16bit, round_stochastically, split
+from amp_core.lowp.rounding import halve, noise_16bit, round_stochastically, split, whole
 from amp_core.lowp.weights import LowPrecisionWeights, fp32_copy, fp32_values, master_params
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,6 +31,7 @@ MODES: dict[str, tuple[torch.dtype, Any] | None] = {
     "bf16_stochastic": (BF16, "stochastic"),
     "bf16_kahan": (BF16, "kahan"),
     "bf16_nearest": (BF16, "nearest"),
+    "bf16_remainder": (BF16, "remainder"),
 }
 SIXTEEN = [mode for mode in MODES if mode != "fp32"]
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -310,7 +311,9 @@ def test_each_mode_continues_each_other_s_checkpoint(there: str, here: str, tmp_
     load(other, tmp_path, **progress)
     saved, loaded = run.net.state_dict(), other.net.state_dict()
     assert [v.dtype for v in saved.values()] == [v.dtype for v in loaded.values()]
-    exact = {"fp32": 0, "o2": 0, "bf16_master": 0, "o3": 2.0**-11, "bf16_kahan": 2.0**-17}.get(here, 2.0**-8)
+    exact = {"fp32": 0, "o2": 0, "bf16_master": 0, "bf16_remainder": 0, "o3": 2.0**-11, "bf16_kahan": 2.0**-17}.get(
+        here, 2.0**-8
+    )
     for name, value in saved.items():
         assert torch.allclose(loaded[name].double(), value.double(), rtol=exact, atol=1e-7 if exact else 0)
     for a, b in zip(run.optimizer.state.values(), other.optimizer.state.values(), strict=True):
@@ -376,6 +379,7 @@ def test_adaptive_clipping_sees_the_weights(mode: str) -> None:
 def test_bytes_per_weight_between_steps() -> None:
     """What a weight needs besides its gradient, which is fp32 in all modes, and Adam's moments: 8 bytes."""
     expected = {"fp32": 4, "o2": 6, "o3": 2, "bf16_master": 6, "bf16_stochastic": 2, "bf16_kahan": 4, "bf16_nearest": 2}
+    expected["bf16_remainder"] = 4
     for mode, num_bytes in expected.items():
         run = Run(mode, net=nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)))
         x = torch.randn(4, 100)
@@ -387,7 +391,7 @@ def test_bytes_per_weight_between_steps() -> None:
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for t in (*run.net.parameters(), *master_params(run.net))
         }
-        rest = 2 * 2 * 10_100 if mode == "bf16_kahan" else 0
+        rest = 2 * 2 * 10_100 if mode in ("bf16_kahan", "bf16_remainder") else 0
         assert sum(storages.values()) + rest - weights in (0, 4)
         moments = [v for state in run.optimizer.state.values() for k, v in state.items() if k != "step"]
         assert sum(v.numel() * v.element_size() for v in moments) == 8 * 2 * 10_100
@@ -448,3 +452,55 @@ def test_two_ranks_stay_alike_and_equal_one(mode: str, on_ranks: OnRanks) -> Non
     for alone, together, start in zip(run.net.state_dict().values(), first["end"], first["start"], strict=True):
         # 16-bit gradients of 5 steps, after some 4 roundings each, and weights of up to 1 at the other neighbour.
         assert (alone - together).abs().max() < 20 * 2**-8 * (together - start).abs().max() + 2**-8
+
+
+# --- a bfloat16 weight and the 16 bits that it lacks
+
+
+def test_a_weight_and_its_remainder_are_the_fp32_number_bit_for_bit() -> None:
+    """A million bit patterns, with infinities and subnormal numbers; the weight is the nearest bfloat16, but for ties."""
+    bits = torch.randint(-(2**31), 2**31, (10**6,), generator=torch.Generator().manual_seed(0)).int()
+    bits[:65536] = torch.arange(-32768, 32768).int() << 16 | 0x8000  # ties
+    value = torch.cat([bits.view(FP32), torch.tensor([INF, -INF, 0.0, -0.0, 3.4028235e38, 1e-45])])
+    value = value[~value.isnan()]
+    low, rest = halve(value)
+    assert whole(low, rest).view(torch.int32).equal(value.view(torch.int32))
+    off = low.view(torch.int16) != value.to(BF16).view(torch.int16)
+    ties = value.view(torch.int32) & 0xFFFF == 0x8000
+    assert off.any() and not (off & ~ties).any() and abs(off.sum() / ties.sum() - 0.5) < 0.01
+
+
+def test_a_run_with_remainders_has_every_bit_of_one_with_fp32_masters() -> None:
+    """Of masters beside bfloat16 copies of the same rounding always; of `master`, whose copies round ties to even, until a
+    weight is a tie: one in 2^17 steps of a weight."""
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3))
+
+    def loss(net: nn.Module, x: Tensor, i: int) -> Tensor:
+        return F.cross_entropy(net(x).float(), torch.arange(8) % 3) * (INF if i == 3 else 1.0)
+
+    inputs = torch.randn(60, 8, 16)
+    ours, masters, low = Run("bf16_remainder", network()), network(), network().bfloat16()
+    by_hand = OPTIMIZERS["adam"](masters.parameters())
+    for i, x in enumerate(inputs):
+        for p, master in zip(low.parameters(), masters.parameters(), strict=True):
+            p.data.copy_(halve(master.detach())[0])
+        low.zero_grad()
+        loss(low, x.bfloat16(), i).backward()
+        for p, master in zip(low.parameters(), masters.parameters(), strict=True):
+            master.grad = p.grad.float()  # type: ignore[union-attr]
+        if i != 3:
+            by_hand.step()
+        ours.step(loss(ours.net, x, i))
+    assert same(fp32_values(ours.net.parameters()), [p.detach() for p in masters.parameters()])
+
+    with_masters, ours, nearest = Run("bf16_master"), Run("bf16_remainder"), Run("bf16_nearest")
+    for i in range(30):
+        values = fp32_values(ours.net.parameters())
+        if any(bool((value.view(torch.int32) & 0xFFFF == 0x8000).any()) for value in values):
+            break
+        assert same(fp32_values(with_masters.net.parameters()), values)
+        _ = [run.train([i]) for run in (with_masters, ours, nearest)]  # type: ignore[list-item]
+    assert i >= 10 and not same(fp32_values(nearest.net.parameters()), values)
