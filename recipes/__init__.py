@@ -35,6 +35,7 @@ RECIPES = {
     "policy_gradient": "recipes.policy_gradient",
     "segmentation": "recipes.segmentation",
     "speech": "recipes.speech",
+    "supervised": "recipes.supervised",
 }
 
 if sys.argv[0] == "-m" and (_asked := sys.orig_argv[sys.orig_argv.index("-m") + 1]) in RECIPES.values():
@@ -66,7 +67,7 @@ def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
         from amp_core.doctor.monitors import doctor
 
         env.doctor = doctor
-        if cfg.task == "predict":
+        if cfg.task != "train":
             from amp_core.run.predict import with_data
 
             cfg = with_data(cfg)

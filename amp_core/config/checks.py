@@ -17,19 +17,9 @@ from amp_core.config.kinds import KINDS, OWN_PARTS, check_augment, check_stored,
 from amp_core.config.schema import Config, DataConfig
 
 _OF_TEXT = ("tokenizer", "text_field", "packing", "mix", "train_on")
-_MAY_BE_NULL = (
-    "columns",
-    "options",
-    "path",
-    "eval_path",
-    "image_size",
-    "like",
-    "num_samples",
-    "num_classes",
-    "length",
-    "exclude",
-    *_OF_TEXT,
-)
+_OF_TABLES = ("target", "leave_out", "categorical", "window", "horizon")
+_MAY_BE_NULL = ("columns", "options", "path", "eval_path", "image_size", "like", "num_samples", "num_classes", "length")
+_MAY_BE_NULL += ("exclude", "sampler", *_OF_TEXT, *_OF_TABLES)
 PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
 """Data sets whose training images can be prepared on the device."""
 DECODED = ("image_folder", "imagenet")
@@ -95,6 +85,9 @@ def _check_exclude(cfg: DataConfig) -> Iterator[str]:
 
 def lacks_data(cfg: Config) -> bool:
     """Whether a run predicts files without the data that it was trained on: its checkpoint knows the classes."""
+    if cfg.data.name == "table":
+        needs_none = cfg.predict_on or cfg.data.eval_path or cfg.task == "export"
+        return cfg.task != "train" and bool(needs_none) and cfg.model.weights is None
     if cfg.task != "predict" or cfg.predict_on is None or cfg.model.weights is not None or cfg.data.path is None:
         return False
     return cfg.data.name in (*DECODED, "mask_folder") and not Path(cfg.data.path).expanduser().exists()
@@ -172,6 +165,8 @@ def _check_use(cfg: DataConfig) -> Iterator[str]:
         if value is None and key in needs and key != "path":  # what is expected there depends on the data set
             pixels = " of pixels, such as 224" if key == "image_size" else ""
             yield f"data.{key}=null: data={cfg.name} needs a number{pixels}"
+        elif key == "sampler" and KINDS[cfg.name] in ("images", "table"):
+            pass
         elif value is not None and key not in needs + takes:
             yield f"data.{key}={value}: has no effect, data={cfg.name} has its own; leave it out"
     if cfg.prepare_on == "device" and cfg.name not in PREPARED:
@@ -456,6 +451,10 @@ class _DataSet:
     check: Callable[[DataConfig], Iterable[str]] = lambda cfg: ()
 
 
+def _check_table(cfg: DataConfig) -> Iterable[str]:
+    return importlib.import_module("amp_core.config.tables").check_table(cfg)  # other runs need none of it
+
+
 _OF_SHARDS = ("eval_path", "exclude", "columns", "like")
 _SYNTHETIC = ("image_size", "num_samples", "num_classes")
 _DATA_SETS = {
@@ -485,6 +484,7 @@ _DATA_SETS = {
     "records": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),
     "synthetic_identities": _DataSet(needs=_SYNTHETIC),
     "own": _DataSet(),
+    "table": _DataSet(needs=("path",), takes=("eval_path", "columns", "options", *_OF_TABLES), check=_check_table),
     "shards": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=check_stored),
     "parquet": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=check_stored),
     "hf": _DataSet(needs=("path", "image_size"), takes=("exclude", "columns", "like"), check=check_stored),

@@ -14,10 +14,10 @@ KINDS = {
     "chat": "text",
     "brain": "masks", "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities",
     "identity_folder": "identities", "records": "identities", "synthetic_identities": "identities", "own": "own",
-    "shards": "images", "hf": "images", "parquet": "images",
+    "shards": "images", "hf": "images", "parquet": "images", "table": "table",
 }  # fmt: skip
-"""What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images;
-`own` is what a recipe brings itself."""
+"""What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images, the
+rows of a `table`; `own` is what a recipe brings itself."""
 
 OWN_PARTS = ("KIND", "build")
 """What a data set of somebody's own, data/<name>.py, has; it may have `check(cfg)`, a list of problems."""
@@ -63,5 +63,12 @@ def check_stored(cfg: DataConfig) -> Iterator[str]:
         yield f"data.path=null: expected {what}{more}"
     elif cfg.name == "hf" and not Path(cfg.path).expanduser().is_dir():
         yield f"data.path={cfg.path}: there is no such folder; expected {what}"
-    if unknown := sorted({*(cfg.columns or {})} - {"image", "label"}):
+    if isinstance(cfg.columns, list):
+        yield "data.columns: expected names of columns, such as 'data.columns={image:img,label:y}'"
+    if unknown := sorted({*named_columns(cfg)} - {"image", "label"}):
         yield f"data.columns.{unknown[0]}: there is no such key. {suggest(unknown[0], ('image', 'label'))}"
+
+
+def named_columns(cfg: DataConfig) -> dict[str, str]:
+    """`data.columns` of data whose columns have a meaning."""
+    return cfg.columns if isinstance(cfg.columns, dict) else {}

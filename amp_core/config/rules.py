@@ -26,7 +26,7 @@ LEAST: dict[int | None, str] = {
     1: "accumulation batch_size steps samples save_every eval_every log_every eval.samples checkpoint.keep "
     "data.image_size data.num_samples data.length doctor.after_skips doctor.statistics_every schedule.horizon "
     "layout.nproc_per_node debug.inject.step amp.growth_interval amp.max_consecutive_skips "
-    "amp.hysteresis",
+    "amp.hysteresis data.window data.horizon",
     2: "data.num_classes layout.num_stages layout.shard_size",
 }
 """The least value of numbers; None: above 0. All are finite."""
@@ -36,7 +36,7 @@ MOST: dict[float, str] = {
     "optimizer.weight_decay amp.init_scale amp.growth_factor amp.max_scale amp.min_scale "
     "amp.max_scale_per_sample clip.max_norm clip.max_value clip.factor",  # fp32 has no more
     MOST_STEPS: "steps schedule.horizon debug.inject.step data.num_classes",
-    2**24: "batch_size accumulation data.length",
+    2**24: "batch_size accumulation data.length data.window data.horizon",
     2**15: "data.image_size",  # one of 3 channels in fp32 has 12 GiB
     2**10: "data.mixup data.cutmix data.num_workers layout.num_stages",
     10**6: "amp.hysteresis amp.retry "
@@ -265,6 +265,8 @@ def _check_run(cfg: Config) -> Iterator[str]:
         yield f"run_dir={cfg.run_dir}: there is no such file or folder; expected the folder of a run"
     if cfg.predict_on is not None and cfg.task != "predict":
         yield f"predict_on={cfg.predict_on}: has no effect with task={cfg.task}; use task=predict"
+    elif cfg.predict_on is not None and cfg.data.name == "table":
+        yield from () if Path(cfg.predict_on).exists() else [f"predict_on={cfg.predict_on}: there is no such table"]
     elif cfg.predict_on is not None and not (
         Path(cfg.predict_on).is_dir() or (cfg.predict_on.endswith(".jsonl") and Path(cfg.predict_on).is_file())
     ):

@@ -207,9 +207,21 @@ class DataConfig:
     check: bool
     """Instead of a run: read every sample once, by `data.num_workers` processes. Names those that cannot be read and
     writes them to bad_samples.txt for `data.exclude`. Exit codes: 0 all can be read, 2 some cannot."""
-    columns: dict[str, str] | None = None
+    columns: dict[str, str] | list[str] | None = None
     """shards, hf, parquet: which parts or columns hold the `image` and the `label`; null: image and label, in tar files
-    any image and cls."""
+    any image and cls. table: a list of the columns that are inputs; null: all but the targets."""
+    target: str | list[str] | None = None
+    """table: the column to predict, or several."""
+    leave_out: list[str] | None = None
+    """table: columns that are no inputs."""
+    categorical: list[str] | None = None
+    """table: columns of numbers that are names of categories."""
+    window: int | None = None
+    """table: rows of a sample of a series, oldest first; null: rows are samples."""
+    horizon: int | None = None
+    """table: how many rows after a window are predicted."""
+    sampler: Literal["balanced"] | None = None
+    """balanced: each class is drawn equally often in an epoch; null: each sample once."""
     options: dict[str, Any] | None = None
     """Settings of a data set of your own."""
     mixup: float | None = None

@@ -16,7 +16,8 @@ __all__ = ["Batches", "Data", "Dataset", "EvalLoader", "Key", "build_data", "to_
 
 
 _MODULES: dict[str, str] = dict.fromkeys(("shards", "parquet", "hf"), "stored")
-_FACTS = {"images": ("num_classes", "image_shape"), "text": ("vocab_size", "length")}
+_FACTS: dict[str, tuple[str, ...]] = {"images": ("num_classes", "image_shape"), "text": ("vocab_size", "length")}
+_FACTS["table"] = ("num_numbers", "cardinalities", "num_outputs")
 """Of a kind of data, those from which its networks are built."""
 
 
@@ -45,6 +46,10 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
         raise ConfigError(
             f"data={cfg.name}: has images with {shape[0]} channels, the model takes {channels}; use another model.name"
         )
+    if cfg.sampler == "balanced":
+        from amp_core.data.balanced import Balanced
+
+        data = replace(data, train=Balanced(data.train, seed))
     if cfg.erasing or cfg.mixup or cfg.cutmix:
         from amp_core.data.augment import Erased, Mixed  # other runs need none of it
 

@@ -60,6 +60,8 @@ class Data:
     """What its ids mean; None: it has none, or they are not known."""
     classes: Sequence[str] = ()
     """Names of the classes by number, where not those of folders."""
+    state: Any = None
+    """A part of the checkpoint, such as statistics of the training part; None: there is none."""
 
 
 class Spread:

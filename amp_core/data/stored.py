@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from amp_core.config.checks import IMAGE_ENDINGS
 from amp_core.config.errors import BadSample, ConfigError
 from amp_core.config.files import open_file, visible
+from amp_core.config.kinds import named_columns
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Chosen, Data, Paths, every_fifth
 from amp_core.data.images import ImageFiles, data_of
@@ -197,7 +198,7 @@ def _key(name: str) -> tuple[str, str]:
 
 
 def _index_tars(files: Sequence[Path], cfg: DataConfig, folder: Path) -> None:
-    columns = cfg.columns or {}
+    columns = named_columns(cfg)
     label_part = columns.get("label", "cls")
     images = (columns["image"],) if "image" in columns else tuple(ending[1:] for ending in IMAGE_ENDINGS)
     index = _Index(f"data.path={cfg.path}")
@@ -269,7 +270,7 @@ def _index_parquet(files: Sequence[Path], cfg: DataConfig, folder: Path) -> None
 
 
 def _columns(cfg: DataConfig) -> tuple[str, str]:
-    columns = cfg.columns or {}
+    columns = named_columns(cfg)
     return columns.get("image", "image"), columns.get("label", "label")
 
 
@@ -304,7 +305,7 @@ def _stored(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     def read(path: str) -> tuple[Callable[..., Places], NDArray[np.int64], list[str]]:
         files, own = files_of(path, ending), replace(cfg, path=path)
         index = _index_tars if cfg.name == "shards" else _index_parquet
-        about = (cfg.name, 1, sorted((cfg.columns or {}).items()), stamps(files))
+        about = (cfg.name, 1, sorted(named_columns(cfg).items()), stamps(files))
         folder = cached(about, lambda folder: index(files, own, folder))
         labels, classes = (
             np.array(np.lib.format.open_memmap(folder / "labels.npy", mode="r")),

@@ -36,12 +36,19 @@ from amp_core.tensors import unwrap
 
 
 def with_data(cfg: Config) -> Config:
-    """The configuration of a prediction; without its training data, the files to predict replace them."""
-    if not lacks_data(cfg):
+    """The configuration of a task with a run. What a network learned a table as is that of its checkpoint; without the
+    training data, the files to predict replace them."""
+    is_table = cfg.data.name == "table" and cfg.model.weights is None
+    if not is_table and (cfg.task != "predict" or not lacks_data(cfg)):
         return cfg
-    _images_of(cfg.predict_on or "")
+    if not is_table:
+        _images_of(cfg.predict_on or "")
     place = cfg.run_dir if cfg.resume in ("auto", "last", "never") else cfg.resume
     found = must_find_checkpoint(Path(place or ""), select=lambda *_: Selection(lambda entry: None))
+    if is_table:
+        from amp_core.data.table import with_schema
+
+        return replace(cfg, data=with_schema(cfg, found.contents["table"]))
     classes = found.contents["progress"].get("classes", [])
     return replace(cfg, data=replace(cfg.data, path=cfg.predict_on, exclude=None, num_classes=max(len(classes), 1)))
 
@@ -59,8 +66,9 @@ def predict(loop: Any, notes: list[str]) -> None:
     if loop.predict is None:
         name = loop.cfg.recipe["name"]
         raise ConfigError(f"task=predict: recipe={name} does not say what it predicts; use task=evaluate")
-    texts = loop.cfg.predict_on if Path(loop.cfg.predict_on or "").is_file() else None
-    samples, skipped = (loop.data.eval, []) if texts else _samples(loop.cfg.predict_on, loop.data)
+    is_table = loop.cfg.data.name == "table"  # `with_data` made its evaluation data of them
+    texts = loop.cfg.predict_on if Path(loop.cfg.predict_on or "").is_file() and not is_table else None
+    samples, skipped = (loop.data.eval, []) if texts or is_table else _samples(loop.cfg.predict_on, loop.data)
     file = env.run_dir / "predictions.jsonl"
     if env.any_rank(env.is_main and not (env.run_dir / ".hydra").exists()):  # the folder of a run stays unchanged
         env.folder.begin()

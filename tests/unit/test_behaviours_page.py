@@ -28,7 +28,7 @@ NUMBERS = {
     "measuring": "8, 9, 65",
     "debugging": "7, 66, 67, 69, 70, 5.38",
     "levels-of-apex": "74, 75",
-    "pitfalls-of-single-recipes": "diffusion, experts, finetuning, policy_gradient, speech",
+    "pitfalls-of-single-recipes": "diffusion, experts, finetuning, policy_gradient, speech, supervised",
 }
 """The techniques (1 to 75) and pitfalls (5.1 to 5.49) of mixed precision that each item of a heading shows, in order."""
 
