@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GLOBS = ("amp_core/step/*.py", "amp_core/lowp/*.py", "amp_core/layouts/*.py", "amp_core/checkpoints/parts.py")
 TESTS = """
     recipes/gan recipes/model_parallel recipes/segmentation runs/fsdp runs/scaling unit/adam8 unit/behaviours
-    unit/buffers unit/checkpoint unit/clip unit/compiled unit/ddp unit/products unit/fp16_convolutions unit/fused
+    unit/buffers unit/checkpoint unit/clip unit/compiled unit/ddp unit/products unit/through_fp32 unit/fused
     unit/graph unit/idioms unit/islands unit/island_patterns
     unit/losses unit/meters unit/misuse unit/moments unit/muon unit/op_policy unit/precision unit/ranks unit/recast
     unit/recompute unit/right_and_wrong unit/scaler unit/schedule_ema unit/sparse_gradients unit/step_cost unit/waits

@@ -14,8 +14,8 @@ from torch import nn
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import SHARDED
-from amp_core.lowp.fp16_convolutions import note
 from amp_core.lowp.islands import keep_fp32
+from amp_core.lowp.through_fp32 import note
 from amp_core.step.amp import Amp
 
 if TYPE_CHECKING:

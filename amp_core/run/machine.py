@@ -21,7 +21,7 @@ import torch
 
 from amp_core.config.files import read_json
 from amp_core.config.options import CONFIG_DIR
-from amp_core.lowp.fp16_convolutions import in_use
+from amp_core.lowp.through_fp32 import in_use
 from amp_core.run.environment import Environment
 
 _FEATURES = re.compile(r"(sse4|avx|amx|fma|f16c|asimd|sve|bf16|i8mm)\w*|sme\d*")
@@ -48,7 +48,7 @@ def describe(env: Environment) -> dict[str, Any]:
         "versions": describe_versions(),
         "device": describe_device(env.device),
         **describe_cpu(),
-        "fp16_convolutions": "fp32, rounded" if in_use() else None,
+        "through_fp32": in_use(),
         "world_size": env.world_size,
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(git("status", "--porcelain")),

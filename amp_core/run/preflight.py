@@ -206,11 +206,11 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
         warnings.append(f"layout=data_parallel on {where} is layout=single: nn.DataParallel passes everything through")
     if cfg.amp.matmul_precision == "high" and not on_cuda:
         warnings.append("amp=tf32 on a CPU is plain fp32: TF32 units are in CUDA GPUs")
-    is_low = cfg.amp.dtype != "float32"
-    if is_low and not on_cuda and torch.backends.mkldnn.is_available() and not cpu_has(cfg.amp.dtype):
-        how = "are computed in fp32 and rounded" if cfg.amp.dtype == "float16" else "many times slower than in amp=fp32"
+    low = cfg.amp.dtype if cfg.amp.update is None else cfg.amp.weights
+    if low != "float32" and not on_cuda and torch.backends.mkldnn.is_available() and not cpu_has(low):
         warnings.append(
-            f"amp={cfg.amp.name}: this CPU has no fast {cfg.amp.dtype} units; results are right, and products {how}"
+            f"amp={cfg.amp.name}: this CPU has no fast {low} units: products and convolutions are computed "
+            f"in fp32 and rounded, with the numbers of {low} and without its speed"
         )
     if cfg.amp.format is not None and is_emulated("cuda" if on_cuda else "cpu", products_of(cfg.amp)):
         has_units = cfg.amp.format == "fp8" and cfg.amp.granularity != "block"

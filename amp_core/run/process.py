@@ -16,7 +16,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.data.loading import bounded_waits
 from amp_core.layouts.placement import Placement
-from amp_core.lowp.fp16_convolutions import kept_convolutions
+from amp_core.lowp.through_fp32 import kept_kernels
 from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.folder import RunFolder
 from amp_core.run.rendezvous import launched, worker_store
@@ -71,7 +71,7 @@ def environment(job: Job) -> Iterator[Environment]:
     env.folder = folder = RunFolder(env)
     env.placement = Placement(env)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(kept_convolutions())
+        undo.enter_context(kept_kernels())
         undo.enter_context(_settings(cfg))
         if cfg.amp.op_policy == "cuda":
             from amp_core.lowp.op_policy import kept_policy  # other runs need none of it

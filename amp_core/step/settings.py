@@ -36,10 +36,10 @@ def set_for(config: AmpConfig, device: torch.device, low: torch.dtype, wanted: b
         from amp_core.lowp.op_policy import use_cuda_policy  # other runs need none of it
 
         use_cuda_policy()
-    if low is torch.float16 and device.type == "cpu":
-        from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
+    if low in (torch.float16, torch.bfloat16) and device.type == "cpu":
+        from amp_core.lowp.through_fp32 import compute_in_fp32
 
-        use_fp32_convolutions()
+        compute_in_fp32(low)
 
 
 def restore() -> None:
@@ -48,7 +48,7 @@ def restore() -> None:
         setting(value)
     _before.clear()
     # Modules that are not imported have changed nothing.
-    for module, undo in (("op_policy", "restore_policy"), ("fp16_convolutions", "restore_convolutions")):
+    for module, undo in (("op_policy", "restore_policy"), ("through_fp32", "restore_kernels")):
         if (loaded := sys.modules.get(f"amp_core.lowp.{module}")) is not None:
             getattr(loaded, undo)()
 

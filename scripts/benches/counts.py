@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_core.lowp import fp16_convolutions
+from amp_core.lowp import through_fp32
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def count(step: Callable[[], None]) -> Counts:
 
     def seen(frame: Any, event: str, arg: Any) -> None:
         nonlocal calls
-        # Kernels in Python belong to a CPU without fp16 units, and all loops share them.
-        calls += event == "call" and frame.f_code.co_filename != fp16_convolutions.__file__
+        # Kernels in Python belong to a CPU without 16-bit units, and all loops share them.
+        calls += event == "call" and frame.f_code.co_filename != through_fp32.__file__
 
     sys.setprofile(seen)
     try:

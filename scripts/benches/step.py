@@ -16,7 +16,7 @@ import functools
 
 import torch
 
-from amp_core.lowp.fp16_convolutions import use_fp32_convolutions
+from amp_core.lowp.through_fp32 import compute_in_fp32
 from amp_core.torch_private import NormBase
 from benches.loops import LOOPS, STEPS, Make, Optimize, Timed, TimedTrainer, adamw, by_hand, final, sgd, takes_part
 from benches.result import Number, Picture, Result, ratios, take_turns
@@ -112,14 +112,15 @@ def keep_freed_memory() -> None:
 
 
 def share_kernels(device: str) -> None:
-    """Compute the fp16 convolutions of all contestants in fp32 on a CPU, which ours sets for its whole process.
+    """Compute in fp32 on a CPU what ours computes in fp32, for all contestants: it is a setting of the whole process.
 
     Loops are compared, not kernels. torch's own round otherwise: of ResNet-18 on 8 images 0.8 % of the gradients have
     another sign, as far from float64 as those of ours (relative distances 0.11 and 0.11), and the first step of AdamW
     is little more than the sign: the weights of two loops by hand would lie 0.27 of their way apart.
     """
     if device == "cpu":
-        use_fp32_convolutions()
+        compute_in_fp32(torch.float16)
+        compute_in_fp32(torch.bfloat16)
 
 
 def compare(

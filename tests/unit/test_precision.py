@@ -19,7 +19,7 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, O
 
 from amp_core import Amp, Clip, Ema, Schedule, master_params
 from amp_core.config.errors import ConfigError
-from amp_core.lowp.fp16_convolutions import in_use
+from amp_core.lowp.through_fp32 import in_use
 from amp_core.step import settings
 
 INF, NAN = float("inf"), float("nan")
@@ -433,7 +433,13 @@ def test_what_is_set_for_the_process_can_be_undone() -> None:
     def in_force() -> tuple[Any, ...]:
         precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         with torch.autocast("cpu", dtype=torch.float16):
-            return precision, tf32, torch.ones(2).softmax(0).dtype, torch.ones(2).half().softmax(0).dtype, in_use()
+            return (
+                precision,
+                tf32,
+                torch.ones(2).softmax(0).dtype,
+                torch.ones(2).half().softmax(0).dtype,
+                bool(in_use()),
+            )
 
     settings.restore()
     before = in_force()

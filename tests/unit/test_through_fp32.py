@@ -1,4 +1,4 @@
-"""fp16 convolutions on a CPU: sums in fp32, rounded once, by no kernel of torch for fp16."""
+"""16-bit products and convolutions on a CPU without units: sums in fp32, rounded once, by no 16-bit kernel of torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,27 @@ from running import state
 import train
 from amp_core import Amp
 from amp_core.config.rules import amp_config
-from amp_core.lowp import fp16_convolutions as ours
+from amp_core.lowp import through_fp32 as ours
+from amp_core.torch_private import cpu_has
 
-FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+HALF_A_STEP = {FP16: (2**-11, 2**-25), BF16: (2**-8, 2**-134)}
+"""Of a rounding to it: relative, and where the result is subnormal."""
+COARSER = {FP16: BF16, BF16: torch.float8_e5m2}
+both = pytest.mark.parametrize("dtype", [FP16, BF16])
 
 
 @pytest.fixture(autouse=True)
 def _torchs_own_kernels():
-    ours.restore_convolutions()
+    ours.restore_kernels()
     torch.manual_seed(0)
     yield
-    ours.restore_convolutions()
+    ours.restore_kernels()
+
+
+@pytest.fixture
+def _no_units(monkeypatch):
+    monkeypatch.setattr(ours, "cpu_has", lambda dtype: False)
 
 
 def conv(name, **options):
@@ -47,11 +57,11 @@ CASES = {
 }
 
 
-def products(case, make=torch.randn):
-    """Input, weight and bias in fp16, and the gradient of the result."""
+def products(case, dtype=FP16):
+    """Input, weight and bias in 16 bits, and the gradient of the result."""
     f, x, w, channels = CASES[case]
-    x, w, b = (make(shape).to(FP16) for shape in (x, w, (channels,)))
-    return x, w, b, make(f(x.double(), w.double(), b.double()).shape).to(FP16)
+    x, w, b = (torch.randn(shape).to(dtype) for shape in (x, w, (channels,)))
+    return x, w, b, torch.randn(f(x.double(), w.double(), b.double()).shape).to(dtype)
 
 
 def computed(f, x, w, b, g, dtype=None):
@@ -65,38 +75,43 @@ def bounds(f, x, w, b, g):
     """How far from the true result each of `computed` may be.
 
     A sum of n products that are exact in fp32 errs by n u / (1 - n u) times the sum of their absolute values, in any
-    order, with u = 2^-24. Rounding to fp16 adds 2^-11 of the result, or 2^-25 where it is subnormal.
+    order, with u = 2^-24. Rounding adds half of a step of the dtype.
     """
+    relative, least = HALF_A_STEP[x.dtype]
     exact = computed(f, x, w, b, g, FP64)
     sizes = computed(f, *(each.abs() for each in (x, w, b, g)), FP64)
     counts = computed(f, *(torch.ones_like(each) for each in (x, w, b, g)), FP64)
     for value, size, n in zip(exact, sizes, counts, strict=True):
         of_sum = n * 2**-24 / (1 - n * 2**-24) * size
-        yield value, of_sum + torch.clamp((value.abs() + of_sum) * 2**-11, min=2**-25)
+        yield value, of_sum + torch.clamp((value.abs() + of_sum) * relative, min=least)
 
 
+@both
+@pytest.mark.usefixtures("_no_units")
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("case", CASES)
-def test_results_and_gradients_are_true_but_for_an_fp32_sum_and_one_rounding(case, layout):
-    f, *given = CASES[case][0], *products(case)
+def test_results_and_gradients_are_true_but_for_an_fp32_sum_and_one_rounding(case, layout, dtype):
+    f, *given = CASES[case][0], *products(case, dtype)
     if given[0].ndim == 4:
         given[0] = given[0].contiguous(memory_format=layout)
     torchs = computed(f, *given)
-    ours.use_fp32_convolutions()
+    ours.compute_in_fp32(dtype)
     for result, plain, (exact, bound) in zip(computed(f, *given), torchs, bounds(f, *given), strict=True):
-        assert result.dtype is plain.dtype is FP16
+        assert result.dtype is plain.dtype is dtype
         assert result.shape == plain.shape and result.is_contiguous() == plain.is_contiguous()
         assert ((result.double() - exact).abs() <= bound).all()
-    rough = (each.bfloat16().double() for each in computed(f, *given))  # what the bound is there to tell apart
+    rough = (each.to(COARSER[dtype]).double() for each in computed(f, *given))  # what the bound is there to tell apart
     assert all(((r - exact).abs() > bound).any() for r, (exact, bound) in zip(rough, bounds(f, *given), strict=True))
 
 
+@both
+@pytest.mark.usefixtures("_no_units")
 @pytest.mark.parametrize("case", CASES)
-def test_they_are_the_bits_of_fp32_rounded_once(case):
-    f, *given = CASES[case][0], *products(case)
+def test_they_are_the_bits_of_fp32_rounded_once(case, dtype):
+    f, *given = CASES[case][0], *products(case, dtype)
     fp32 = computed(f, *given, FP32)
-    ours.use_fp32_convolutions()
-    assert all(torch.equal(a, b.half()) for a, b in zip(computed(f, *given), fp32, strict=True))
+    ours.compute_in_fp32(dtype)
+    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(computed(f, *given), fp32, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(computed(f, *given, FP32), fp32, strict=True))  # fp32 stays torch's
 
 
@@ -109,26 +124,28 @@ PRODUCTS = {
 }
 
 
+@both
+@pytest.mark.usefixtures("_no_units")
 @pytest.mark.parametrize("case", PRODUCTS)
-def test_products_are_those_of_fp32_rounded_once_where_there_are_no_units(case, monkeypatch):
-    f, given = PRODUCTS[case], [torch.randn(shape).half() for shape in ((12, 40), (8, 40), (8,))]
-    monkeypatch.setattr(ours, "cpu_has", lambda dtype: False)
+def test_products_are_those_of_fp32_rounded_once_where_there_are_no_units(case, dtype):
+    f, given = PRODUCTS[case], [torch.randn(shape).to(dtype) for shape in ((12, 40), (8, 40), (8,))]
     fp32, exact = f(*(each.float() for each in given)), f(*(each.double() for each in given))
-    ours.use_fp32_convolutions()
-    assert torch.equal(f(*given), fp32.half()) and torch.equal(f(*(each.float() for each in given)), fp32)
+    ours.compute_in_fp32(dtype)
+    assert torch.equal(f(*given), fp32.to(dtype)) and torch.equal(f(*(each.float() for each in given)), fp32)
     # Factors are powers of 2: as of a sum of 41 products.
     sizes = f(*(each.double().abs() for each in given))
     of_sum = 41 * 2**-24 / (1 - 41 * 2**-24) * sizes
-    bound = of_sum + torch.clamp((exact.abs() + of_sum) * 2**-11, min=2**-25)
+    relative, least = HALF_A_STEP[dtype]
+    bound = of_sum + torch.clamp((exact.abs() + of_sum) * relative, min=least)
     assert ((f(*given).double() - exact).abs() <= bound).all()
-    assert ((f(*given).bfloat16().double() - exact).abs() > bound).any()
+    assert ((f(*given).to(COARSER[dtype]).double() - exact).abs() > bound).any()
 
 
-def test_gradients_of_products_are_those_of_fp32_rounded_once(monkeypatch):
-    monkeypatch.setattr(ours, "cpu_has", lambda dtype: False)
+@pytest.mark.usefixtures("_no_units")
+def test_gradients_of_products_are_those_of_fp32_rounded_once():
     given = [torch.randn(12, 40).half(), torch.randn(8, 40).half(), torch.randn(8).half(), torch.randn(12, 8).half()]
     fp32 = computed(F.linear, *given, FP32)
-    ours.use_fp32_convolutions()
+    ours.compute_in_fp32(FP16)
     found = computed(F.linear, *given)
     assert all(torch.equal(a, b.half()) for a, b in zip(found[:3], fp32[:3], strict=True))  # a bias has a sum
     one, other = torch.full((2, 64), 256.0).half(), torch.full((64, 3), 256.0).half()
@@ -140,7 +157,7 @@ def test_gradients_of_products_are_those_of_fp32_rounded_once(monkeypatch):
 
 
 def test_a_result_above_65504_is_infinite_and_a_sum_on_the_way_is_not():
-    ours.use_fp32_convolutions()
+    ours.compute_in_fp32(FP16)
     x, w = torch.full((1, 2, 1, 1), 256.0).half(), torch.full((3, 2, 1, 1), 128.0).half()
     w[1, 1] = -128.0
     w[2] = -128.0
@@ -164,7 +181,7 @@ def test_double_backward_is_rounded_once_per_operator():
         (grad,) = torch.autograd.grad(f(given, weight), given, g.to(dtype), create_graph=True)
         return torch.autograd.grad(grad, weight, v.to(dtype))[0]
 
-    ours.use_fp32_convolutions()
+    ours.compute_in_fp32(FP16)
     exact, bound = list(bounds(f, v, w, torch.zeros(6).half(), g))[2]
     assert torch.equal(penalty(FP64), exact)
     result = penalty(FP16)
@@ -174,25 +191,31 @@ def test_double_backward_is_rounded_once_per_operator():
 # --- when -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mode", ["fp32", "tf32", "bf16", "fp16", "fp16_capped", "o0", "o1", "o2", "o3", "bf16_pure", "fp8"]
-)
-def test_modes_with_fp16_use_it_and_no_others(mode):
+MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped", "o0", "o1", "o2", "o3", "bf16_pure", "fp8"]
+
+
+@pytest.mark.parametrize("has_units", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_use_it_for_their_own_dtype_where_the_cpu_has_no_units(mode, has_units, monkeypatch):
+    monkeypatch.setattr(ours, "cpu_has", lambda dtype: has_units)
     Amp.named(mode, samples=1)
-    config = amp_config(mode)
-    assert ours.in_use() is ("float16" in (config.dtype, config.weights))
+    config, found = amp_config(mode), ours.in_use()
+    expected = {dtype for dtype in (config.dtype, config.weights) if dtype != "float32"}
+    assert found.keys() == expected - ({"bfloat16"} if has_units else set())
+    for operators in found.values():
+        assert {"convolution", "convolution_backward"} <= {*operators} and ("mm" in operators) is not has_units
 
 
 def test_it_goes_as_it_came():
     given = CASES["2d"][0], *products("2d")
     before = computed(*given)
-    ours.use_fp32_convolutions()
-    ours.use_fp32_convolutions()
-    with ours.kept_convolutions():
-        ours.restore_convolutions()
+    ours.compute_in_fp32(FP16)
+    ours.compute_in_fp32(FP16)
+    with ours.kept_kernels():
+        ours.restore_kernels()
     assert ours.in_use()
-    ours.restore_convolutions()
-    ours.restore_convolutions()
+    ours.restore_kernels()
+    ours.restore_kernels()
     assert not ours.in_use()
     assert all(torch.equal(a, b) for a, b in zip(computed(*given), before, strict=True))
 
@@ -204,7 +227,10 @@ SMALL += ["device=cpu", "log.progress=false", "batch_size=8"]
 @pytest.mark.parametrize("mode", ["fp16", "o2", "bf16"])
 def test_a_run_says_it_once_and_puts_torchs_kernels_back(mode, own_folder):
     assert train.main([*SMALL, f"amp={mode}", "steps=2", "run_dir=a"]) == 0 and not ours.in_use()
-    noted = Path("a/train.log").read_text().count("fp16 convolutions compute in fp32")
-    recorded = json.loads(Path("a/environment.json").read_text())["fp16_convolutions"]
-    assert (noted, recorded) == ((0, None) if mode == "bf16" else (1, "fp32, rounded"))
+    dtype = "bfloat16" if mode == "bf16" else "float16"
+    said, has_units = Path("a/train.log").read_text(), cpu_has(dtype)
+    assert said.count("fp16 convolutions compute in fp32") == (has_units and dtype == "float16")
+    assert said.count(f"no fast {dtype} units") == (not has_units)
+    recorded = json.loads(Path("a/environment.json").read_text())["through_fp32"]
+    assert [*recorded] == [dtype] * (dtype == "float16" or not has_units)
     assert state("a")["progress"]["step"] == 2

@@ -1,0 +1,112 @@
+"""16-bit products and convolutions on a CPU without units for them, computed in fp32 and rounded to 16 bits.
+
+Like a GPU's Tensor Cores: 16-bit inputs, an fp32 sum, a result rounded once. Products of two 16-bit numbers are exact
+in fp32, so the only errors are those of the fp32 sum and the final rounding: in fp16 above 65504 is infinite, below
+2^-25 is 0, in the forward pass and in gradients.
+
+torch's own kernels are no more exact there, and slow: without units a layer takes 10 to 80 times as long as in fp32, in
+fp16 and in bf16 (AMD EPYC with AVX2, torch 2.13). With AVX512-FP16 fp16 products are fast, but oneDNN has only a
+reference loop for the weight gradient of a convolution, a hundred times slower than fp32. Nothing is timed, and CPUs of
+the same kind do the same, so a resumed run computes the same way.
+
+The kernels are registered below autograd and autocast. Dtypes, graphs, saved tensors, double backward, compiled code
+and networks with 16-bit weights are unchanged; other dtypes use torch's kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from amp_core.lowp.lint import CONVOLUTIONS, in_16_bits
+from amp_core.torch_private import cpu_has, find
+
+_CONVOLUTIONS = ("convolution", "convolution_backward")
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_computed: dict[str, set[torch.dtype]] = {}
+"""By operator, the dtypes that are computed in fp32."""
+_library: torch.library.Library | None = None
+_switching = threading.Lock()
+_end = find("torch.library.Library._destroy")
+
+
+def compute_in_fp32(dtype: torch.dtype) -> None:
+    """Compute products and convolutions of `dtype` on CPUs in fp32, in the whole process. Idempotent.
+
+    In all its threads. On a CPU with units for the dtype only convolutions of fp16, and nothing of bf16. Nothing
+    either if this torch cannot restore its own kernels.
+    """
+    global _library
+    names = _CONVOLUTIONS if dtype is torch.float16 else ()
+    if not cpu_has(str(dtype).removeprefix("torch.")):
+        names = (*_CONVOLUTIONS, *_PRODUCTS)
+    with _switching:
+        if _end is None or not names:
+            return
+        _library = _library or torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(?s).*[Oo]verriding a previously registered kernel", UserWarning)
+            for name in names:
+                if name not in _computed:
+                    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+                    _computed[name] = set()
+                    _library.impl(name, _through_fp32(kernel, _computed[name]), "CPU", with_keyset=True)
+                _computed[name].add(dtype)
+
+
+def restore_kernels() -> None:
+    """Restore torch's own kernels. Idempotent."""
+    global _library
+    with _switching:
+        if _library is not None:
+            _end(_library)
+        _library = None
+        _computed.clear()
+
+
+def in_use() -> dict[str, list[str]]:
+    """By dtype, the operators that are computed in fp32 on CPUs; empty: torch's kernels compute."""
+    dtypes = sorted(set[torch.dtype]().union(*_computed.values()), key=str)
+    return {str(dtype)[6:]: [name for name, of in _computed.items() if dtype in of] for dtype in dtypes}
+
+
+@contextlib.contextmanager
+def kept_kernels() -> Iterator[None]:
+    """Restore the current kernels at the end of the context."""
+    before = in_use()
+    try:
+        yield
+    finally:
+        if before != in_use():
+            restore_kernels()
+            for name in before:
+                compute_in_fp32(getattr(torch, name))
+
+
+def note(net: nn.Module) -> str | None:
+    """The log message for a network with fp16 convolutions on a CPU that has units for products alone; else None."""
+    is_told = "mm" in in_use().get("float16", ["mm"])  # that the CPU has no units is said before the start
+    if not is_told and any(isinstance(module, CONVOLUTIONS) for _, module in in_16_bits(net, torch.float16)):
+        return "fp16 convolutions compute in fp32 on this CPU and round to fp16: torch's own kernels are far slower"
+    return None
+
+
+def _through_fp32(kernel: Any, dtypes: set[torch.dtype]) -> Callable[..., Any]:
+    def rounded(keys: Any, *args: Any, **factors: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        dtype = tensors[0].dtype
+        if dtype not in dtypes or any(tensor.dtype is not dtype for tensor in tensors):  # mixed ones are an error
+            return kernel.call_boxed(keys, *args, **factors)
+        wide = (value.float() if isinstance(value, Tensor) else value for value in args)
+        results = kernel.call_boxed(keys, *wide, **factors)
+        if isinstance(results, Tensor):
+            return results.to(dtype)
+        return tuple(result if result is None else result.to(dtype) for result in results)
+
+    return rounded
