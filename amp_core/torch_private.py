@@ -145,7 +145,7 @@ _told: set[str] | None = None
 
 
 def find(name: str, without: Any = None) -> Any:
-    """What torch has under a name of `NAMES`, else `without`; logged once. Imports what the name lies in."""
+    """What torch has under a name of `NAMES`, else `without`; logged once. Imports the module of the name."""
     there, value = _look_up(name)
     return value if there else without
 

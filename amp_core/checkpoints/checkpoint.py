@@ -145,15 +145,15 @@ class Checkpoint:
         """Writes the step folder and, when it is safe on disk, removes the old ones that need not be kept.
 
         Waits for the device. Call it between steps, after `amp.update()`, on every rank. A step that is already there
-        and sound is left as it is; a damaged one is replaced. With `background` the step is safe when `wait` says so.
+        and sound is left as it is; a damaged one is replaced. With `background` the step is safe once `wait` returns.
 
         Args:
             step: optimizer steps done; names the folder, and is added to the progress as `step`.
             progress: where the run stands, returned by `load`. The counts of a `CountingPart` are added.
             config: the configuration, returned by `load`.
             metrics: results of the evaluation at this step, if there was one; a value that is not finite becomes null.
-            best: (name of a metric, "max" or "min"): also keep the checkpoint whose manifest has the best value. To be
-                given at every save, or that one is removed in its turn.
+            best: (name of a metric, "max" or "min"): also keep the checkpoint whose manifest has the best value. Pass it
+                at every save, or that checkpoint is rotated out like others.
 
         Returns:
             The step folder.
@@ -161,7 +161,7 @@ class Checkpoint:
         Raises:
             SaveError: it cannot be written, or with `background` the one before could not. Earlier checkpoints are
                 intact. In format `sharded` all ranks raise it.
-            CheckpointError: the step is there already, written by a newer version.
+            CheckpointError: the step exists already, written by a newer version.
             ValueError: something in it is not a tensor, str, int, float, bool, None, list, tuple or dict.
         """
         if step < 0 or (best is not None and best[1] not in ("max", "min")):
@@ -316,11 +316,11 @@ class Checkpoint:
     def load(self, path: str | os.PathLike[str] | None = None) -> Loaded | None:
         """Loads all parts from the newest sound checkpoint, or from the one that is named.
 
-        Everything is checked before the first part is changed. Of an optimizer the state comes from the file, also what
-        of its groups is no argument of its constructor. The settings of its groups stay, with a note for each that
-        differs, but for those that the saved run moved: what changed after its `Checkpoint` was made, and with a torch
-        scheduler among the parts `lr`, `momentum` and `betas`. A `Schedule` sets its rates itself. The very tensors
-        that hold learning rates stay. Copies to the device.
+        Everything is checked before the first part is changed. An optimizer's state comes from the file, also entries of
+        its groups that are no arguments of its constructor. The settings of its groups stay, with a note for each that
+        differs, except those that the saved run changed after its `Checkpoint` was made and, with a torch scheduler
+        among the parts, `lr`, `momentum` and `betas`. A `Schedule` sets its rates itself. Tensors that hold learning
+        rates are written in place. Copies to the device.
 
         A part that the file lacks is an error, but an `AveragedPart` starts from the weights that were loaded, and a
         scaler gets `{}` (a fresh scale). A part of the file that is not here is ignored with a note. Waits for a save

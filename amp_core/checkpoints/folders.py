@@ -108,7 +108,7 @@ def read_file(path: Path, limit: int | None = None) -> bytes:
 
 
 def require_memory(name: str, num_bytes: int, limit: int | None = None) -> None:
-    """Raises CorruptFile before memory is asked for that is not there: a file without a block on disk has any size."""
+    """Raise CorruptFile before allocating more than there is: a sparse file may claim any size."""
     limit = limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > limit:
         raise CorruptFile(f"{name} has {num_bytes} bytes, more than the {limit} that can be read at once")
@@ -117,7 +117,7 @@ def require_memory(name: str, num_bytes: int, limit: int | None = None) -> None:
 def _size_of(path: Path) -> int:
     with _reading(path):
         found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device could last for ever
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device could block forever
         raise CorruptFile(f"{path.name} is not a file")
     return found.st_size
 

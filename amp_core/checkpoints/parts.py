@@ -1,8 +1,9 @@
-"""What a checkpoint asks of the parts that it saves, with the answers for torch's modules and optimizers.
+"""The parts of a checkpoint: their protocols, and how torch's modules and optimizers are saved, compared and loaded.
 
-A part is any object with `state_dict` and `load_state_dict` (`Part`); a `ShardedPart` lays its tensors over the ranks
-in its own way; an `AveragedPart` averages a network. For an `nn.Module` and an `Optimizer` this module adds names
-without wrappers, DTensors, sharded optimizer states, and comparison before anything is loaded.
+A part is any object with `state_dict` and `load_state_dict` (`Part`). A `ShardedPart` shards its tensors over the ranks
+in its own way, an `AveragedPart` averages a network, a `CountingPart` counts steps. For an `nn.Module` and an
+`Optimizer` this module removes wrappers from names, gathers DTensors and sharded optimizer states, and compares the
+state of a file with the part before anything is loaded.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class Part(Protocol):
 
 @runtime_checkable
 class ShardedPart(Part, Protocol):
-    """A part whose tensors lie over the ranks, such as `PartialFC`. Its `state_dict` may be collective."""
+    """A part whose tensors are sharded over the ranks, such as `PartialFC`. Its `state_dict` may be collective."""
 
     def sharded_state_dict(self) -> Mapping[str, Any]:
         """Its state with this rank's `Slice` in place of each full tensor. Not collective."""
         ...
 
     def span(self, path: tuple[Any, ...], shape: tuple[int, ...], /) -> tuple[int, int]:
-        """First row of the tensor at `path` that this rank holds, and the row behind the last; or ValueError."""
+        """The rows [start, stop) that this rank holds of the tensor at `path`. ValueError: there is no such tensor."""
         ...
 
 
@@ -64,28 +65,28 @@ class AveragedPart(Part, Protocol):
     """An average of a network, such as `Ema`: the only part that a checkpoint may lack."""
 
     model: nn.Module
-    """The network whose state dict this part has."""
+    """The averaged network, whose state dict is the part's."""
 
     def reset(self) -> None:
-        """Starts the average from the weights of the network that it follows."""
+        """Restart the average from the current weights of the network that is trained."""
         ...
 
 
 @runtime_checkable
 class CountingPart(Part, Protocol):
-    """A part that counts steps besides its state dict, such as `Amp` and `Ema`. The counts are saved as progress."""
+    """A part with step counts besides its state dict, such as `Amp` and `Ema`; a checkpoint's `progress` has them."""
 
     def counters(self) -> dict[str, Any]:
-        """The counts under their keys in the progress. Waits for the device."""
+        """The counts by their keys in `progress`. Waits for the device."""
         ...
 
     def load_counters(self, progress: Mapping[str, Any], /) -> None:
-        """Restores what `counters` returned. A count that is missing is 0."""
+        """Restore what `counters` returned; a missing count is 0."""
         ...
 
 
 def counters_of(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """The counts of all parts. Where several have the same key, those after the first add their name to it."""
+    """The counts of all parts. A key that an earlier part has, too, gets the part's name appended."""
     found: dict[str, Any] = {}
     for name, part in parts.items():
         for key, value in part.counters().items() if isinstance(part, CountingPart) else ():
@@ -94,28 +95,28 @@ def counters_of(parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def load_counters(name: str, part: Part, progress: Mapping[str, Any]) -> None:
-    """Restores the counts of a part from what `counters_of` returned."""
+    """Restore the counts of a part from what `counters_of` returned."""
     if isinstance(part, CountingPart):
         own = {key.removesuffix(f"_{name}"): value for key, value in progress.items() if key.endswith(f"_{name}")}
         part.load_counters({**progress, **own})
 
 
 def net_of(part: Part) -> nn.Module | None:
-    """The network whose state dict that of a part is."""
+    """The network whose state dict a part has: itself, or the averaged one. None: it has another kind of state."""
     if isinstance(part, nn.Module):
         return part
     return part.model if isinstance(part, AveragedPart) else None
 
 
 def parameters_of(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> Iterator[tuple[Any, Tensor]]:
-    """Pairs of a parameter's number in the file and the parameter."""
+    """(its number in the file, parameter) of all parameters, in the order of the groups."""
     numbers = itertools.chain.from_iterable(group["params"] for group in saved_groups)
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return zip(numbers, parameters, strict=True)
 
 
 def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Plain name -> the name in `net.state_dict()`, which has one more component for every wrapper on the way."""
+    """Plain name -> name in `net.state_dict()`, which has a component more for each wrapper (DDP, torch.compile)."""
     wrappers = []
     for path, module in net.named_modules(remove_duplicate=False):
         inner = "module" if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) else "_orig_mod"
@@ -125,7 +126,7 @@ def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
     found = {}
     for name in names:
         plain = name
-        for wrapped, prefix in reversed(wrappers):  # innermost first: its path has the outer ones in it
+        for wrapped, prefix in reversed(wrappers):  # innermost first: its path contains the outer ones
             if plain.startswith(wrapped):
                 plain = prefix + plain[len(wrapped) :]
         found[plain] = name
@@ -133,7 +134,7 @@ def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def save_trained_alone(net: nn.Module) -> None:
-    """From here on the state dict of a network, and of its copies, has the weights alone that are trained now."""
+    """Restrict the state dict of a network, and of its later copies, to the weights that are trainable now."""
     trained = tuple(f".{name}" for name, param in net.named_parameters() if param.requires_grad)
 
     def is_left_out(key: str) -> bool:
@@ -151,7 +152,7 @@ def save_trained_alone(net: nn.Module) -> None:
 
 
 def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
-    """The state to save, with full tensors; collective if sharded. `keep`: false on ranks that only take part."""
+    """The state to save, with full tensors; collective if sharded. `keep`: false on ranks that need no result."""
     if isinstance(part, Optimizer) and (layout := state_layout(part)) is not None:
         state = layout.full_state(part, keep=keep)
     elif is_zero(part):
@@ -163,9 +164,9 @@ def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
 
 
 def gather_full_state(value: Any, *, keep: bool = True) -> Any:
-    """A nested state with full tensors, in host memory, in place of DTensors. Collective.
+    """A nested state with DTensors replaced by full tensors in host memory. Collective.
 
-    Without `keep`, on ranks that do not need it, there is None in place of each tensor.
+    Without `keep`, on ranks that need no result, they are replaced by None.
     """
     if is_dtensor(value):
         full = full_tensor(value)  # one at a time: the device holds a single full tensor
@@ -178,26 +179,26 @@ def gather_full_state(value: Any, *, keep: bool = True) -> Any:
 
 
 def local_state(part: Part) -> Mapping[str, Any]:
-    """The state to save, as far as this rank holds it. Collective, and full, for optimizers with a sharded state."""
+    """This rank's part of the state to save. For optimizers with a sharded state the full one; then collective."""
     if isinstance(part, Optimizer) and is_state_sharded(part):
         return full_state(part)
     return _portable(part, part.sharded_state_dict() if isinstance(part, ShardedPart) else part.state_dict())
 
 
 def is_collective(part: Part, *, full: bool) -> bool:
-    """Whether the ranks must meet for the state of a part, other than for DTensors."""
+    """Whether getting the state of a part is collective, apart from gathering DTensors."""
     if isinstance(part, Optimizer):
         return is_state_sharded(part) or is_zero(part)
     return full and isinstance(part, ShardedPart)
 
 
 def is_zero(part: Part) -> bool:
-    """Whether it is torch's ZeroRedundancyOptimizer. The class is not imported, which may be missing."""
+    """Whether it is torch's ZeroRedundancyOptimizer, told without importing the class, which a build may lack."""
     return hasattr(part, "consolidate_state_dict")
 
 
 def _portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state as it goes to the file: plain names, learning rates as numbers, and the class of an optimizer."""
+    """A state as it is written: plain names, learning rates as numbers, and the class of an optimizer."""
     if isinstance(part, nn.Module):
         return {plain: state[name] for plain, name in plain_names(part, state).items()}
     if isinstance(part, Optimizer):
@@ -218,7 +219,7 @@ def _plain_groups(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> lis
 
 
 def compare(part: Part, state: Any) -> tuple[list[str], list[str]]:
-    """What does not fit; and what will be converted, because it is floating point here and there but not the same."""
+    """Compare a state with a part. Returns what does not fit, and what a load converts to another floating dtype."""
     if not isinstance(state, dict):
         return [f"is a {type(state).__name__}, not a state dict"], []
     if isinstance(part, nn.Module):
@@ -251,7 +252,7 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
     here, there = type(optimizer).__name__, state.get("class")
     is_wrapper = bool(inner_optimizers(optimizer))
     if is_wrapper and there == here and "param_groups" not in state:
-        return  # in a layout of its own, which it checks itself
+        return  # a format of the wrapper's own, which it checks itself
     groups, states = state.get("param_groups"), state.get("state", {} if is_wrapper else None)
     if not (
         isinstance(states, dict)
@@ -287,7 +288,14 @@ def first_few(items: list[str], count: int = 3) -> str:
 
 
 def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
-    """What this rank wants of sharded tensors, for parts and their states in the file. ValueError: no such tensor."""
+    """A function that tells which rows of a sharded file's tensor this rank needs: None, all, or its own slice.
+
+    Args:
+        parts: what is to be loaded, by name.
+        states: their states in the file, with placeholders for the tensors.
+
+    The function raises ValueError if the part has no such tensor, or one of another shape.
+    """
     known: dict[str, Callable[[StatePath], Tensor | None]] = {}
 
     def want(entry: Entry) -> tuple[Span, bool] | None:
@@ -312,7 +320,7 @@ def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
 
 
 def _lookup(part: Part, state: Any) -> Callable[[StatePath], Tensor | None]:
-    """The tensor that has the shape and the layout of the one at a path in the state of a part."""
+    """A function from a path in the state of a part to the live tensor that has the shape and sharding of that one."""
     if isinstance(part, Optimizer):
         live: dict[Any, Tensor] = dict(parameters_of(part, state.get("param_groups", [])))
         return lambda path: live.get(path[1]) if len(path) == 3 and path[0] != "param_groups" else None
@@ -332,13 +340,14 @@ def load_part(part: Part, state: dict[str, Any], exact: bool) -> None:
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) -> None:
-    """Takes the state: a group's `fused` of the file would switch it on or off here, and its `lr` be a new tensor.
+    """Load the state, but keep this optimizer's settings and the tensors that hold its learning rates.
 
+    `Optimizer.load_state_dict` alone would also take `fused` from the file, and put a new tensor in place of `lr`.
     `exact`: the parameters have the dtypes of the file, and so must their states.
     """
     everyone = [optimizer, *inner_optimizers(optimizer)]
     groups = optimizer.param_groups
-    holders = [each for each in reversed(everyone) if each.param_groups is groups]  # some only show those inside
+    holders = [each for each in reversed(everyone) if each.param_groups is groups]  # wrappers may share the groups
     given = {key: value for key, value in state.items() if key not in ("class", "moved")}
     if "param_groups" not in state:
         optimizer.load_state_dict(given)
@@ -373,7 +382,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
     for number, parameter in parameters_of(optimizer, saved):
         for holder, states in itertools.product(everyone, before.values()):
-            live = holder.state.get(parameter) or {}  # to index it would give SGD without momentum a state
+            live = holder.state.get(parameter) or {}  # a defaultdict: an index would give SGD without momentum a state
             for key, value in (states.get(number) or {}).items():
                 found = live.get(key) if key != "step" and isinstance(value, Tensor) else None
                 if isinstance(found, Tensor) and found.dtype != value.dtype and (exact or value.dim() == 0):
@@ -390,25 +399,26 @@ def _arguments(*kinds: type) -> frozenset[str]:
 
 
 def _settings(optimizer: Optimizer) -> frozenset[str]:
-    """The keys of its groups that are settings: arguments of its constructor, or usual ones. All others are state.
+    """The keys of its groups that are settings: arguments of its constructor, or of torch's usual optimizers.
 
-    Such as `k` and `weight_sum` of schedulefree, which are among its defaults, and `step` of timm's Lamb, which is not.
+    All others are state, such as `k` and `weight_sum` of schedulefree, which are among its defaults, and `step` of
+    timm's Lamb, which is not.
     """
     everyone = (optimizer, *inner_optimizers(optimizer))
-    own = [type(each) for each in everyone if owner_of_groups(each) is each]  # k of Lookahead is not in the groups
+    own = [type(each) for each in everyone if owner_of_groups(each) is each]  # Lookahead's `k` is not in the groups
     return _arguments(*own, torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon) | {"param_names"}
 
 
 def settings_of(part: Part) -> list[dict[str, Any]]:
-    """A copy of the groups of an optimizer without its weights; [] of other parts. Waits for rates on a device."""
+    """A copy of the groups of an optimizer without its weights; [] for other parts. Waits for rates on a device."""
     groups = _plain_groups(part, part.param_groups) if isinstance(part, Optimizer) else []
     return [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
 
 
 def with_moved(part: Part, state: Mapping[str, Any], begun: list[dict[str, Any]]) -> Mapping[str, Any]:
-    """The state of an optimizer with `moved`: the settings of each group that its run changed since `begun`.
+    """The state of an optimizer with `moved`: the names of the settings that its run changed since `begun`, by group.
 
-    A load takes these from the file, like state. Rates of a `Schedule` are not among them: it sets them itself.
+    These are loaded from the file, like state. Learning rates of a `Schedule` are excluded: it sets them itself.
     """
     if not begun or not isinstance(part, Optimizer):
         return state
@@ -419,7 +429,7 @@ def with_moved(part: Part, state: Mapping[str, Any], begun: list[dict[str, Any]]
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two settings are the same, up to what a rate on a device rounds to fp32."""
+    """Whether two settings are equal in fp32, to which a learning rate on a device is rounded."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, Tensor | float | int) and isinstance(b, Tensor | float | int):
@@ -428,7 +438,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def is_followed(optimizer: Optimizer, part: Part) -> bool:
-    """Whether a part is a scheduler of an optimizer, of any class but `Schedule`."""
+    """Whether a part is a torch scheduler (not a `Schedule`) of this optimizer."""
     other = getattr(part, "optimizer", None)
     if not isinstance(other, Optimizer) or isinstance(part, Schedule | Optimizer):
         return False
@@ -436,7 +446,7 @@ def is_followed(optimizer: Optimizer, part: Part) -> bool:
 
 
 def taken_settings(part: Part, state: Mapping[str, Any], others: Iterable[Part]) -> Mapping[str, Any]:
-    """The state of an optimizer to load: `moved` also names what a scheduler among the other parts continues from."""
+    """The state of an optimizer to load: if a torch scheduler is a part, too, `moved` also names what it sets."""
     if not isinstance(part, Optimizer) or not any(is_followed(part, other) for other in others):
         return state
     moved = itertools.chain(state.get("moved", ()), itertools.repeat([]))
@@ -445,13 +455,13 @@ def taken_settings(part: Part, state: Mapping[str, Any], others: Iterable[Part])
 
 
 def all_settings(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a part, to load with all settings of an optimizer, but for rates of a `Schedule`."""
+    """The state of a part, changed so that a load takes all settings of an optimizer except rates of a `Schedule`."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return {**state, "moved": list(map(list, groups))} if isinstance(groups, list) else state
 
 
 def _state_of_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What of each group in a file is state."""
+    """The entries of each group in a file that are loaded: state, and the settings that `moved` names."""
     moved = itertools.chain(state.get("moved", ()), itertools.repeat(()))
     settings, set_here = _settings(optimizer), {"params", "lr"} if is_scheduled(optimizer) else {"params"}
     return [
@@ -461,7 +471,7 @@ def _state_of_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> list[dic
 
 
 def settings_that_differ(part: Part, state: Mapping[str, Any]) -> list[str]:
-    """Settings of an optimizer that are others here than in the file, and which of both is used: a line each."""
+    """A line for each setting of an optimizer that differs from the file, with the value that is used."""
     if not isinstance(part, Optimizer) or "param_groups" not in state:
         return []
     found, silent = {}, {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
@@ -479,10 +489,10 @@ def settings_that_differ(part: Part, state: Mapping[str, Any]) -> list[str]:
 
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
-    """A state of an optimizer with the strides of its parameter.
+    """A state of an optimizer in the strides of its parameter.
 
-    Fused kernels on a CPU pair the numbers by their place in memory: perf.channels_last, switched at a resume, would
-    give each weight the moments of another one. Those on a GPU refuse.
+    Fused kernels on a CPU pair weights and moments by memory order: if perf.channels_last is switched at a resume, each
+    weight would get another's moments. Those on a GPU raise.
     """
     if not isinstance(value, Tensor) or is_dtensor(parameter) or value.shape != parameter.shape:
         return value

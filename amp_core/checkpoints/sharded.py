@@ -38,7 +38,7 @@ class OwnShard:
 def assign_shards(
     parts: Mapping[str, Part], states: Mapping[str, Any], rank: int, num_ranks: int
 ) -> tuple[list[Entry], list[OwnShard], dict[str, Any]]:
-    """Decides which rank writes what. Every rank comes to the same result by itself, but for the tensors.
+    """Decides which rank writes what. Every rank computes the same table by itself, apart from the tensors.
 
     A sharded tensor is written by the ranks that hold it, copies of a shard in turns. Weights and moments that every
     rank has are divided among the ranks by size. The rest, as running statistics, is what rank 0 has. Returns the table

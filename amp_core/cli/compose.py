@@ -193,7 +193,7 @@ def _check_hydra(hydra: Any) -> None:
 
 
 def _of_run(folder: Path, values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The settings of a run, but for those that overrides name and those of `HERE`."""
+    """The settings of a run, except those that overrides name and those of `HERE`."""
     stored, typed = stored_config(folder) or {}, set(_typed(overrides))
     name = str(stored["recipe"].get("name"))
     if name != values["recipe"]["name"]:

@@ -6,7 +6,7 @@
 | 3 | `CheckpointError`: no usable checkpoint |
 | 4 | `SaveError`: a checkpoint cannot be written |
 | 5 | `Diverged`: too many skipped steps in a row or in all, or a last metric that is not finite |
-| 75, 130, 143 | `Interrupted`: the time limit or SIGUSR1, SIGINT, SIGTERM, after a checkpoint; resume to go on |
+| 75, 130, 143 | `Interrupted`: the time limit or SIGUSR1, SIGINT, SIGTERM, after a checkpoint; can be resumed |
 
 Everything else that escapes a run is a failure and exits with 1.
 """

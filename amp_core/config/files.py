@@ -47,7 +47,7 @@ def holds_checkpoint(run_dir: str | os.PathLike[str]) -> bool:
 
 
 def why_no_folder(path: Path) -> str | None:
-    """Why a folder cannot be made, or written to if it is there; None: it can."""
+    """Why a folder cannot be made, or not written to if it exists; None: it can."""
     while not path.exists() and path != path.parent:
         path = path.parent
     if not path.is_dir():
@@ -205,7 +205,7 @@ def is_own_link(path: Path) -> bool:
 
 
 def write_whole(path: Path, *data: bytes | bytearray | memoryview) -> None:
-    """Writes a file atomically, replacing whatever is there; on disk when this returns (OSError)."""
+    """Write a file atomically, replacing an existing one; on disk when this returns (OSError)."""
     temporary = path.with_name(f".tmp-{os.getpid()}-{os.urandom(8).hex()}")
     try:
         write_file(temporary, *data)

@@ -22,23 +22,23 @@ Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 @dataclass
 class _State:
-    """What the communication hook and `forward` tell each other."""
+    """What `forward` and the communication hook share, to detect a second reduction within a window."""
 
     reduction: Reduction
     weight: nn.Parameter
     is_held: bool = False
     summed_at: tuple[int, int] | None = None
-    """`moment` of the sum over ranks that gradients hold."""
+    """`moment` at which the gradients were summed over ranks; None: they are not."""
     is_second: bool = False
-    """The next reduction would sum sums."""
+    """The next reduction would sum gradients that are sums over ranks already."""
 
     @property
     def moment(self) -> tuple[int, int]:
-        """Differs after a step, but for a fused one outside of `Amp`: such kernels count no version."""
+        """Changes with every step, except a fused one outside of `Amp`, whose kernel does not bump tensor versions."""
         return Amp.num_calls, version_of(self.weight)
 
     def begin(self, *, is_held: bool) -> None:
-        """Before a forward pass. Reads the device only where gradients were neither stepped nor set to None."""
+        """Called before a forward pass. Syncs only if the gradients were neither stepped nor set to None."""
         grad, self.is_held = self.weight.grad, is_held
         if self.summed_at != self.moment or grad is None or not grad.any():
             self.summed_at = None
@@ -46,10 +46,10 @@ class _State:
 
 
 class _Ddp(DistributedDataParallel):
-    """Reduces gradients by a hook of this module, which `no_sync` can disable also in static graphs.
+    """Reduces gradients by a communication hook, which `no_sync` can disable also in static graphs.
 
     DDP records a static graph in its first backward pass, where it needs the reduction hooks; its own `no_sync` has
-    none (torch 2.13 fails an internal assertion). As in other graphs the forward pass decides about its backward pass.
+    none (torch 2.13 fails an internal assertion). The forward pass decides for its backward pass, as in other graphs.
     """
 
     def __init__(self, net: nn.Module, reduction: Reduction, **options: Any) -> None:
@@ -71,7 +71,7 @@ class _Ddp(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            # Also without a static graph: a forward pass that got no backward pass has left the reduction switched on.
+            # Also without a static graph: a forward pass without a backward pass leaves the reduction switched on.
             self._state.begin(is_held=self._is_held or not self.require_backward_grad_sync)
         return super().forward(*inputs, **kwargs)
 
@@ -87,9 +87,9 @@ def wrap_ddp(
 ) -> DistributedDataParallel:
     """DistributedDataParallel whose reduction *sums* gradients over ranks.
 
-    The weights of a window already sum to 1 over all ranks; a mean would divide twice. So each forward pass of a window
-    of several micro-batches has to be inside `sync_grads`: a second reduction would sum what is summed already, and its
-    backward pass raises RuntimeError.
+    Micro-batch weights already sum to 1 over all ranks; a mean would divide twice. With accumulation each forward pass
+    must be inside `sync_grads`: a second reduction in a window would sum sums, so its backward pass raises
+    RuntimeError.
 
     Args:
         net: on `device`.
@@ -147,7 +147,7 @@ def _sum(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 
 def _sum_compressed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """As many bytes as a bfloat16 all-reduce: each rank sums its part of the bucket, then all gather the sums."""
+    """An fp32 sum with the traffic of a bfloat16 all-reduce: each rank sums a part of the bucket, then all gather."""
     if bucket.buffer().is_sparse:
         return _sum(bucket)
     buffer, num_ranks = bucket.buffer(), dist.get_world_size()

@@ -102,7 +102,7 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Mo
         raise ConfigError(f"layout: {type(net).__name__} cannot be sharded: {problem}; use layout=ddp") from problem
     for module in net.modules():
         if isinstance(module, FSDPModule):
-            # Sums, since the weights of a window already average. Plain sums: gloo has no scaled ones.
+            # Sums: micro-batch weights already make them means. Not scaled sums, which gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     net.register_forward_hook(_close_groups)
@@ -111,9 +111,9 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Mo
 
 
 def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
-    """Free the gathered weights of groups with a module that did not run, such as a training-only head.
+    """Free gathered weights of groups with a module that did not run, such as a training-only head.
 
-    Before torch 2.13 the next backward pass does that, but an evaluation has none: its weights would stay gathered, and
+    Before torch 2.13 only the next backward pass does so. An evaluation has none: the weights would stay gathered, and
     miss later steps and EMA updates.
     """
     from torch.distributed.fsdp import FSDPModule
@@ -131,13 +131,13 @@ def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def cast_whole(net: nn.Module) -> dict[nn.Module, str]:
-    """The modules all of whose weights autocast casts, and their names."""
+    """The modules, by name, of which autocast casts every weight."""
     islands = [net.get_submodule(name) for name in island_names(net)]
     in_islands = {module for island in islands for module in island.modules()}
     named = [
         (name, module)
         for name, module in net.named_modules()
-        # The exact class: a subclass may use its weights in other ways.
+        # Exactly this class: a subclass may use its weights in operations that autocast does not cast.
         if type(module) in _CAST_WHOLE and module not in in_islands
     ]
     found = {module: name for name, module in named}

@@ -35,13 +35,13 @@ FP32, LOW = 4, 2
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight, and what depends on it."""
+    """One weight, and what decides how many bytes a rank holds and sends for it."""
 
     shape: tuple[int, ...]
     low: bool = False
     """Stored in 16 bits."""
     itemsize: int = FP32
-    """Bytes of a stored number, where it is not `low`: 1 of a base in 8 bits, and of two numbers in 4."""
+    """Bytes of a stored element that is not `low`: 1 for a base in 8 bits, and for a pair of 4-bit numbers."""
     cast: bool = False
     """Autocast casts it, so that sharded layouts gather it in 16 bits."""
     group: int = 0
@@ -253,7 +253,7 @@ class Saved:
 
     @property
     def total(self) -> int:
-        """At the peak, like all that follows."""
+        """Bytes at the peak, as in the properties below."""
         return sum(self._most.values())
 
     @property
@@ -287,10 +287,10 @@ class _Kept:
 
 @contextlib.contextmanager
 def saved_for_backward(weights: Iterable[Tensor], recast: Recast | None = None) -> Iterator[Saved]:
-    """Around forward and backward passes: measure what is saved for backward, but for `weights`. No host-device sync.
+    """Measure what is saved for backward, except `weights`; use it around both passes. No host-device sync.
 
-    Recomputed blocks count with their inputs. Fake tensors count like real ones. Other threads are not counted. Pass
-    the weight-cast recompute in use: nested hooks for saved tensors would hide one another.
+    Of recomputed blocks only the inputs count. Fake tensors count like real ones; other threads are not counted. With
+    perf.recast_weights pass its `recast`: of nested saved-tensor hooks only the innermost are called.
     """
     saved = Saved(weights, recast)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):

@@ -1,4 +1,4 @@
-"""The networks of a run where they compute: devices, islands, compiled and recomputed parts, the layout over processes.
+"""Places the networks of a run: devices, islands, compiled and recomputed parts, the layout over processes.
 
 `Placement.wrap` is the one place that knows all layouts.
 """
@@ -25,7 +25,7 @@ logger = logging.getLogger("amp_recipes")
 
 
 class Placement:
-    """Puts the networks of a process where the configuration says."""
+    """Places the networks of a process as the configuration says."""
 
     def __init__(self, process: Environment) -> None:
         self._process, self._cfg = process, process.cfg
@@ -49,7 +49,7 @@ class Placement:
         devices where they are. Returns the wrapped networks, each with its name in the dictionary, or "".
         """
         cfg = self._cfg
-        # Sharding moves block by block what may not fit the device whole.
+        # Sharding moves it block by block: the whole may not fit the device.
         if cfg.layout.name != "model_parallel" and not self._shards:
             net = net.to(self._process.device)
         if cfg.perf.channels_last:
@@ -95,7 +95,7 @@ class Placement:
             net = wrap_ddp(
                 net,
                 None if layout.name == "model_parallel" else device,
-                # Two numbers have one sum; on a GPU a step is only repeatable when it was asked for.
+                # The order of two addends does not matter; on a GPU only deterministic=true makes steps repeatable.
                 exact=world_size > 2 and (device.type == "cpu" or self._cfg.deterministic),
                 static_graph=layout.static_graph,
                 bucket_mb=layout.bucket_mb,
@@ -107,7 +107,7 @@ class Placement:
 
     @functools.cached_property
     def compiler(self) -> Any:
-        """Compiles for perf.compile; made at its first use."""
+        """The compiler of perf.compile, made at its first use."""
         from amp_core.memory.compiled import Compiler
 
         return Compiler(self._cfg.perf.backend, any_shape=self._cfg.perf.dynamic)

@@ -131,7 +131,8 @@ def cuts(costs: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
         start: (sum(costs[start:]), [(start, len(costs))]) for start in range(len(costs))
     }
     for rest in range(1, num_parts):
-        # From the front: later entries still have one range less. `<=` keeps entries without cost with the one before.
+        # From the front, while later entries still describe one range less. `<=`: a layer without cost stays with the
+        # one before it.
         for start in range(len(costs) - rest):
             choice: tuple[float, list[tuple[int, int]]] | None = None
             for end in range(start + 1, len(costs) - rest + 1):
@@ -144,7 +145,7 @@ def cuts(costs: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
 
 
 def _layers(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The children; plain `nn.Sequential` containers are replaced by theirs."""
+    """The children by name; a plain `nn.Sequential` is replaced by its children."""
     for name, child in net.named_children():
         if type(child).forward is nn.Sequential.forward:
             yield from _layers(child, f"{prefix}{name}.")
@@ -172,7 +173,7 @@ def _costs(net: nn.Module, layers: dict[str, nn.Module], image_shape: Sequence[i
             costs.append(float(counter.get_total_flops()))
         if not torch.equal(x, expected):
             raise ValueError("it computes something else")
-    except Exception as error:  # whatever a layer raises for an unsuitable input
+    except Exception as error:  # layers raise anything for an unsuitable input
         reason = " ".join(str(error).split())
         raise ValueError(f"{type(net).__name__} is not the chain of its children: {reason}") from error
     finally:

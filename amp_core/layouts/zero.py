@@ -131,7 +131,7 @@ def _part(tensor: Tensor, piece: _Slice) -> Tensor:
 
 @contextlib.contextmanager
 def on_slices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around a step: the optimizer sees this rank's slices in place of weights, then all ranks gather the weights.
+    """Around a step: the optimizer holds this rank's slices in place of weights; then all ranks gather the weights.
 
     Collective, for weights given to `share_state`; all ranks need gradients for the same ones. No host-device sync.
     """
@@ -180,7 +180,7 @@ def _gather(params: Sequence[Tensor | None], slices: Sequence[Sequence[_Slice]])
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """A view of a flat tensor in a dtype that every backend sends: not all know 16-bit and complex numbers."""
+    """A flat tensor viewed as a dtype that every backend sends; not all send 16-bit and complex numbers."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.view(torch.uint8)
 
 
@@ -218,7 +218,7 @@ def _window(stream: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
 def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
     """`optimizer.state_dict()` as in one process, sharded tensors gathered in host memory. Collective.
 
-    Without `keep`, on ranks that do not need it, there is None in place of each sharded tensor.
+    Without `keep`, on ranks that need no result, sharded tensors are replaced by None.
     """
     cut = _cut_of(optimizer)
     if cut is None:

@@ -49,7 +49,7 @@ class Recast:
             return tensor
         copy = tensor if base_of(tensor) is None else base_of(tensor)
         weight = cast_weight(copy)
-        # A weight that is cast twice has other nodes in between, and a copy with other strides is another tensor.
+        # A weight that is cast twice has nodes in between, and a copy with other strides is a different tensor.
         if weight is None or weight not in self._weights or weight.stride() != copy.stride():
             return tensor
         return _Copy(

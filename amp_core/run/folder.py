@@ -90,7 +90,7 @@ class RunFolder:
         says = self._begun or (status == "failed" and self._env.cfg.task == "train" and not is_refused)
         if self.path is None or self._lock is None or not says:
             return
-        if not locks.is_of(self._lock, self.path):  # moved: what is there now is not ours
+        if not locks.is_of(self._lock, self.path):  # moved: a folder of this name now is not ours
             return
         defaults = {
             "status": status,

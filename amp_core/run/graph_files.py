@@ -1,4 +1,4 @@
-"""export.to=onnx and pt2: the graph of a network in fp32, compared with the network before it is there.
+"""export.to=onnx and pt2: the graph of a network in fp32, compared with the network before it is published.
 
 The network is built again from its options, with plain fp32 weights: without what a mode or a layout has changed in it.
 Its inputs are those that the recipe's own evaluation calls it with. The first dimension of each is dynamic.

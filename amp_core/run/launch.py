@@ -48,7 +48,7 @@ STANDSTILL_SECONDS = 10
 """How long a rank may be stopped by SIGSTOP when the run was asked to end."""
 
 BEREFT_SECONDS = 5
-"""How long ranks may run after one of them ended early, which gloo notices immediately or never."""
+"""How long ranks may run after one of them ended early; gloo notices that immediately or not at all."""
 
 CUT_OFF_SECONDS, LOOK_SECONDS = 20.0, 5.0
 """How long the rendezvous endpoint may be silent when no worker is left on this machine, and how often it is probed."""

@@ -6,15 +6,15 @@ A recipe writes
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
 
-and this module does what must happen between two steps, each thing at its time and on all ranks alike. Between two log
-lines the host reads nothing back from the device.
+and this module does what is due between two steps, on all ranks alike. Between two log lines the host reads nothing
+back from the device.
 
-A window may come twice: when the doctor examines a step, it has the same `for` compute it again, inside of
-`amp.rehearse()`, so that nothing changes and nothing is logged. So whatever a recipe does with a window must happen
-inside its step.
+A window may be yielded twice: to examine a step, the doctor lets the recipe's `for` compute it again, within
+`amp.rehearse()`, so that nothing changes and nothing is logged. Whatever a recipe does with a window must therefore
+happen inside its step.
 
-What surrounds the steps (resuming, the log, the plan, a dry run) is imported where it is used: who follows a recipe
-need not read it.
+What surrounds the steps (resuming, the log, the plan, a dry run) is imported where it is used, so that a reader of a
+recipe's steps can skip it.
 """
 
 from __future__ import annotations
@@ -61,13 +61,15 @@ class Loop:
     """One run of a recipe.
 
     Args:
-        env: where it runs.
-        data: training data; evaluation is the recipe's own.
-        amp: the mode.
-        evaluate: metrics of a network (the first one, then its average) on the evaluation data; on every rank.
-        predict: what a network predicts for a batch, for task=predict; None: it is refused.
+        env: the run's configuration, device, ranks and folder.
+        data: `data.train` is loaded here; `evaluate` loads its own batches.
+        amp: the mode; saved as `scaler`.
+        evaluate: returns metrics of a network on the evaluation data. Called on every rank, for the first network and
+            then for its average.
+        predict: what a network predicts for a batch; None: task=predict is refused.
         **parts: what is saved, by name: networks (wrapped or not), optimizers, schedules, averages, and anything else
-            with `state_dict` and `load_state_dict`. None is left out. At least one network, optimizer and schedule.
+            with `state_dict` and `load_state_dict`. Those that are None are left out. At least one network, optimizer
+            and schedule.
     """
 
     def __init__(
@@ -86,22 +88,22 @@ class Loop:
         self.feed = Feed(env, data, self.clock.waiting)
         self.metrics = Metrics(amp, self.schedules, env.world_size)
         self.planned_samples = self.cfg.batch_size * self.cfg.accumulation * env.planned_ranks
-        """Samples per step that the run was begun with; an elastic one comes as near to it as its ranks allow."""
+        """Samples per step at the start of the run; an elastic run stays as near to it as its ranks allow."""
         self.step = 0
-        """Windows done, taken or skipped."""
+        """Windows done, whether their steps were taken or skipped."""
         self.samples = 0
         """Samples drawn so far, over all ranks."""
         self.evaluation = Evaluation(env, evaluate, self.model, self.ema, self.clock, self.optimizers)
         self.classes: list[str] = []
-        """Names of the classes, by number, as they were when the run began; empty where data has none."""
+        """Names of the classes, by number, from the start of the run; empty where data has none."""
         self.islands: list[str] = []
-        """What the doctor keeps in fp32, besides what amp.keep_fp32 names."""
+        """Modules that the doctor keeps in fp32, besides those of amp.keep_fp32."""
         self.owes_evaluation = False
-        """The checkpoint was written by a stop that came before the evaluation of its step."""
+        """The run was stopped after the step of its checkpoint, before the evaluation due at that step."""
         self.memory: dict[str, int | None] | None = None
-        """Bytes per rank, from the first window on."""
+        """Bytes per rank; None before the first window."""
         self.is_replay = False
-        """Whether the present window is computed again, for the doctor or a tool."""
+        """Whether the current window is computed again, for the doctor or a tool."""
         from amp_core.run import perf
         from amp_core.run.throughput import throughput
 
@@ -109,12 +111,12 @@ class Loop:
         self.graph = perf.captured_step(self)
         self.watch, self.statistics = env.doctor(self)
         self.observers: list[Observer] = [each for each in (self.statistics, self.watch) if each is not None]
-        """The last is innermost."""
+        """Their contexts are entered in this order: the last one is innermost."""
         self.observers += perf.observers(self)
         self._log: Log
-        """Open while it trains."""
+        """Open during training; missing before."""
         self._symptoms: Symptoms | None = None
-        self._is_looked_into = False
+        self._is_eager_step = False
 
     @property
     def eval(self) -> dict[str, float]:
@@ -130,13 +132,13 @@ class Loop:
     # --- the training loop --------------------------------------------------------------------------------------------
 
     def windows(self, count: Callable[[Any], Tensor] | None = None) -> Iterator[list[MicroBatch]]:
-        """The windows from where the run stands to its end. Between them: log, evaluate, save, stop.
+        """Resume, then yield the remaining windows. Between two of them: log, evaluate, save, stop.
 
         Args:
-            count: what a batch weighs, a 0-d tensor on its device, such as its valid tokens. Default: its samples.
+            count: the size of a batch, as a 0-d tensor on its device, such as its valid tokens. Default: its samples.
 
         Yields:
-            `accumulation` micro-batches on the device; weights sum to 1 over all ranks.
+            `accumulation` micro-batches on the device; their weights sum to 1 over all ranks.
 
         Raises:
             ConfigError: the checkpoint was made with other settings.
@@ -170,7 +172,7 @@ class Loop:
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
         try:
             steps = self._steps()
-            # A recipe that fails in a replay leaves it open; its trace must not see what follows.
+            # A recipe that fails in a replay leaves that open: close it, so that its trace does not see what follows.
             self.env.closing.callback(steps.close)
             yield from steps
         except BaseException as problem:  # trackers get the exit code; it is raised again
@@ -195,7 +197,7 @@ class Loop:
     def _windows_of(self, windows: Iterator[list[MicroBatch]], begin: int, end: int) -> Iterator[list[MicroBatch]]:
         if self.step == 0 and self.cfg.eval.at_start:
             _evaluate_at_start(self)
-        if self.step >= end or self.owes_evaluation:  # stopped between a step and its result
+        if self.step >= end or self.owes_evaluation:  # stopped between a step and its evaluation
             yield from self._after_step(end)
         while self.step < end:
             window = next(windows)
@@ -204,7 +206,7 @@ class Loop:
                     yield window
             if self.step == begin + 1:
                 self.checkpoint.prepare()
-            if self.graph is not None and not self.graph.is_used and not (dropped or self._is_looked_into):
+            if self.graph is not None and not self.graph.is_used and not (dropped or self._is_eager_step):
                 self.graph = None
                 name = self.cfg.recipe["name"]
                 logger.info("perf.graph=true: recipe=%s does not use Loop.run: running eagerly instead", name)
@@ -212,31 +214,31 @@ class Loop:
             yield from self._after_step(end)
 
     def run(self, step: Step, window: list[MicroBatch]) -> Any:
-        """`step(window)`, with perf.graph replayed from a CUDA graph where it can be.
+        """`step(window)`; with perf.graph replayed from a CUDA graph where possible.
 
-        `step` computes a whole step of what `windows` gave, and is the same function each time. What it returns,
-        tensors and reports in any nesting, may be overwritten by the next call.
+        `step` computes the whole step of a window from `windows`, and must be the same function each time. What it
+        returns, tensors and reports in any nesting, may be overwritten by the next call.
         """
-        if self.graph is None or self.is_replay or self._is_looked_into:
+        if self.graph is None or self.is_replay or self._is_eager_step:
             return step(window)
         return self.graph(step, window)
 
     @contextlib.contextmanager
     def step_of(self, window: list[MicroBatch]) -> Iterator[bool]:
-        """Around the computation of the next step's window. Yields true when it is to be dropped."""
+        """The context in which the next step is computed. Yields True if debug.inject drops its window."""
         self.env.seed_step(self.step + 1)
         for net in self.nets:
             net.train()
-        # Hooks are called neither by a compiled part nor by a captured step.
+        # Injection and statistics need hooks, which neither compiled blocks nor captured steps call: run eagerly.
         step, statistics = self.step + 1, self.statistics
         inject = self.cfg.debug.inject if self.cfg.debug.inject and self.cfg.debug.inject.step == step else None
-        self._is_looked_into = inject is not None or (statistics is not None and step % statistics.every == 0)
-        # Where weights are cast again in the backward pass, shared copies would be kept in any case.
+        self._is_eager_step = inject is not None or (statistics is not None and step % statistics.every == 0)
+        # Casts shared by micro-batches stay in memory, which is what perf.recast_weights avoids.
         reuse = self.feed.accumulation > 1 and not self.cfg.perf.recast_weights
         with (
             _fault(self, inject, window) if inject is not None else contextlib.nullcontext(False) as dropped,
             self.amp.cache_weight_casts(*self.nets) if reuse else contextlib.nullcontext(),
-            self.env.eagerly() if self._is_looked_into else contextlib.nullcontext(),
+            self.env.eagerly() if self._is_eager_step else contextlib.nullcontext(),
         ):
             yield dropped
         self.step += 1
@@ -246,17 +248,17 @@ class Loop:
         cfg, at_end = self.cfg, self.step >= end
         stop = self.env.stop.poll()
         self._log.advance(self.step)
-        # Not at a stop: the resumed run writes the line, over the same steps as without the stop.
+        # Not when stopping: the resumed run writes this line, over the same steps as without the stop.
         if at_end or self.step % cfg.log_every == 0:
             self._begin_line()
-        yield from self._consult(in_a_hurry=bool(stop))
+        yield from self._consult(is_stopping=bool(stop))
         evaluated = True
         if at_end or (not stop and self.step % cfg.eval_every == 0):
             evaluated = self._evaluate()
             stop = stop if evaluated else self.evaluation.asked
         if at_end or stop or self.step % cfg.save_every == 0:
             self._finish_line()
-            yield from self._consult(in_a_hurry=bool(stop))
+            yield from self._consult(is_stopping=bool(stop))
             self._save(is_last=at_end or bool(stop))
         if at_end and evaluated:
             _end(self)
@@ -268,11 +270,11 @@ class Loop:
         """Record a step. Does not wait for the device.
 
         Args:
-            report: of the step.
+            report: what `Amp.step` returned.
             of: whose step it was, in a recipe that steps several optimizers one by one. Its gradient norm and skipped
                 steps are logged as `grad_norm_<of>` and `skipped_<of>`.
-            **values: 0-d tensors, this rank's shares of means over the window. The metrics hold their means over the
-                taken steps since the last line.
+            **values: 0-d tensors, this rank's share of a mean over the window. Logged are their means over the steps
+                taken since the last line.
         """
         if self.is_replay or (self.amp.attempts is not None and self.amp.attempts.again):
             return
@@ -281,19 +283,19 @@ class Loop:
             self.watch.note(of, report, next(iter(values.values()), None))
 
     def due(self, *, steps: int = 0, epochs: int = 0) -> bool:
-        """Whether code of your own is due after this window, on all ranks alike; never while it is computed again."""
+        """Whether what is done every `steps` or `epochs` is due after this window; equal on all ranks, never in a replay."""
         return not self.is_replay and self.feed.ends(self.step, self.samples, steps, epochs)
 
     def draw(self, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
-        """Random numbers of the present window: for each micro-batch a tensor [B, *shape] on the device.
+        """Random numbers for the current window: a tensor [B, *shape] on the device for each micro-batch.
 
-        A function of (seed, step, stream): drawn for the whole step and divided as its samples are, so that
-        accumulation and ranks do not change what a sample gets.
+        A function of (seed, step, stream): drawn for the whole step and divided like its samples, so that accumulation
+        and number of ranks do not change what a sample gets.
 
         Args:
             random: torch.randn or torch.rand.
             *shape: of one sample.
-            stream: another number gives other numbers in the same step.
+            stream: a number for each independent draw within a step.
         """
         if self.graph is not None and self.graph.is_capturing:
             raise RuntimeError("it draws numbers by the step's number, which a replay would repeat (Loop.draw)")
@@ -302,11 +304,11 @@ class Loop:
     # --- metrics ------------------------------------------------------------------------------------------------------
 
     def _begin_line(self) -> None:
-        """Begin to read the numbers of a log line; on a GPU they are written when the next line is begun."""
+        """Start to copy the numbers of a log line to the host; on a GPU it is written when the next line begins."""
         self._finish_line()
         rate, waited = self.clock.lap(self.samples)
         facts = self.watch.facts() if self.watch is not None else {}
-        # A longer run continues from here as if this one had not ended.
+        # A line at the end alone is extra: a run that is extended logs the next one as if it had not ended here.
         self.metrics.begin_line(self.step, rate, waited, facts, is_extra=self.step % self.cfg.log_every != 0)
         if self.env.device.type == "cpu":
             self._finish_line()
@@ -324,15 +326,15 @@ class Loop:
         symptoms, watch = line.symptoms, self.watch
         self._symptoms = symptoms if watch is None else watch.completed(symptoms, line.found)
 
-    def _consult(self, *, in_a_hurry: bool) -> Iterator[list[MicroBatch]]:
-        """Have the doctor examine the last log line, unless the run is to stop; end a run that has diverged."""
+    def _consult(self, *, is_stopping: bool) -> Iterator[list[MicroBatch]]:
+        """Let the doctor examine the last log line, unless the run is stopping; end a run that has diverged."""
         symptoms, self._symptoms = self._symptoms, None
         if symptoms is None:
             return
         found, watch = None, self.watch
         diverged = symptoms.streak >= self.cfg.amp.max_consecutive_skips
         asked = watch is not None and (watch.is_called(symptoms) or (diverged and watch.last is None))
-        if watch is not None and asked and not in_a_hurry:
+        if watch is not None and asked and not is_stopping:
             began = time.monotonic()
             found = yield from watch.examine(symptoms)
             self.clock.pause(time.monotonic() - began)
@@ -343,7 +345,7 @@ class Loop:
     # --- evaluation, checkpoints, the end -----------------------------------------------------------------------------
 
     def _evaluate(self) -> bool:
-        """Whether the evaluation of this step is complete."""
+        """Evaluate, unless done at this step. False: interrupted before it was complete."""
         if self.evaluation.step == self.step:
             return True
         if not self.evaluation.run(self.step):
@@ -372,7 +374,7 @@ class Loop:
                 self.checkpoint.wait()
         except (CheckpointError, SaveError) as error:
             problem = error
-        # Where only rank 0 writes, the others must not wait in a collective for one that gave up.
+        # If only rank 0 writes and fails, the other ranks must not wait for it in their next collective.
         if self.env.any_rank(problem is not None):
             raise problem or SaveError("rank 0 cannot save, see its message")
         self.summarise()
@@ -380,12 +382,12 @@ class Loop:
         self.clock.pause(time.monotonic() - began)
 
     def _finish_saving(self) -> None:
-        """Wait for background saves, however the run ends, but not after a second Ctrl-C."""
+        """Wait for background saves, however the run ends, except after a second Ctrl-C."""
         if isinstance(sys.exc_info()[1], KeyboardInterrupt):
             return
         try:
             self.checkpoint.wait()
-        except Exception as problem:  # the run is ending, perhaps with another error
+        except Exception as problem:  # not raised: the run is ending, perhaps with another error
             logger.warning("%s", problem)
 
     def summarise(self) -> None:

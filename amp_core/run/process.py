@@ -113,7 +113,7 @@ def environment(job: Job) -> Iterator[Environment]:
             torch.manual_seed(cfg.seed)
             folder.open()
             if world_size > 1:
-                dist.barrier(group=env.host_group)  # the folder is there before any rank looks into it
+                dist.barrier(group=env.host_group)  # the folder exists before any rank looks into it
             undo.enter_context(env.closing)
             yield env
         except BaseException as problem:

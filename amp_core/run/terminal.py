@@ -195,7 +195,7 @@ class Progress:
                     self._bar.dynamic_ncols, self._bar.ncols = None, 79
 
     def _fit(self) -> None:
-        """Leave out whole facts, the least important first, until a line fits: a number cut short is another one."""
+        """Leave out whole facts, the least important first, until a line fits: a truncated number would be wrong."""
         assert self._bar is not None
         state = dict(self._bar.format_dict)
         columns, facts = state["ncols"], dict(self._facts)

@@ -88,7 +88,7 @@ def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) ->
 
 
 def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:
-    """Replace gradients that lie in memory in another way than their weights, in `grads` and in the weights.
+    """Replace gradients whose strides differ from their weights', in `grads` and in the weights.
 
     Fused kernels go through both in memory order. A program that sets `.grad` may make such gradients.
     """
@@ -118,7 +118,7 @@ def grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
 
 def not_finite(norm: Tensor, zero: Tensor) -> Tensor:
     """0-d float32: 1 where `norm` is inf or NaN, else 0, as fused optimizers take it."""
-    return (norm - norm).ne_(zero)  # 0 but for inf and NaN; fewer operators than isfinite and a cast
+    return (norm - norm).ne_(zero)  # 0, or NaN for inf and NaN; fewer operators than isfinite and a cast
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ class Observer:
                 on_gradients(params, grads, scaled)   for each optimizer
                 on_step_end(taken)
 
-    `Amp` calls the `on_` methods of those in `Amp.observers`; whoever owns the loop enters the two contexts. Observers
-    change nothing of what they are shown, and one that is there in every step must not wait for the device.
+    `Amp` calls the `on_` methods of those in `Amp.observers`; the owner of the loop enters the two contexts. Observers do
+    not modify what they receive, and one that watches every step must not wait for the device.
     """
 
     def around_run(self) -> contextlib.AbstractContextManager[None]:
@@ -44,7 +44,7 @@ class Observer:
         """The backward pass begins with this gradient: the weight of the loss times the loss scale."""
 
     def on_step_begin(self) -> None:
-        """What is computed from here on belongs to the step, no longer to the window."""
+        """Operations from here on belong to the step, not to the forward and backward passes."""
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
         """The gradients of one optimizer before they are unscaled or clipped; `scaled`: they hold the loss scale."""

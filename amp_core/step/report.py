@@ -62,7 +62,7 @@ class Rehearsal(Observer):
     """The outcome of a rehearsed window.
 
     Args:
-        steps: finite gradients move weights and moments, for whoever puts them back; scale and counters do not move.
+        steps: finite gradients change weights and moments, which the caller restores; scale and counters stay.
     """
 
     def __init__(self, *, steps: bool = False) -> None:

@@ -106,7 +106,7 @@ class Schedule:
         self._apply(int(self.num_taken.item()))
 
     def advance(self, report: StepReport) -> None:
-        """Advance if the step was taken. No host-device sync, but for the report of an optimizer other than its own."""
+        """Advance if the step was taken. No host-device sync, unless the report is that of another optimizer."""
         if not report.is_rehearsal:
             self.last_taken = report.taken
         if len(self._holder.param_groups) != len(self._owner):  # one that `add_param_group` did not add

@@ -91,7 +91,7 @@ class Outliers:
 
 @dataclasses.dataclass(slots=True)
 class Attempts:
-    """Passes over one window; `Amp.update` asks whether there is another."""
+    """The attempts at one window; `Amp.update` decides whether there is another."""
 
     left: int
     before: Tensor

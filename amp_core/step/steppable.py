@@ -118,7 +118,7 @@ _after = reader("torch.optim.Optimizer._optimizer_step_post_hooks", lambda optim
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the tensor `found_inf` makes `optimizer.step()` do nothing: of fused ones, but for SGD with dampening.
+    """Whether the tensor `found_inf` makes `optimizer.step()` a no-op: in fused ones, except SGD with dampening.
 
     Wrappers and subclasses of fused optimizers do more in a step, as do hooks: the method that is called must be
     written for it. Dampening applies to all steps but the first taken one, which the host does not know.

@@ -37,12 +37,13 @@ class MicroBatch:
 
 
 def num_samples(batch: Any) -> int:
-    """The length of the first dimension of the first tensor among the fields of `batch`; 1 if it has no dimensions.
+    """The first dimension of the first tensor among the fields of `batch`; 1 if that tensor is 0-d.
 
     A batch is a tensor, or a mapping or sequence of fields, in which mappings may nest. Nested sequences are
-    ignored: a detection batch's pictures [C, H, W] in a tuple look like collated fields of C samples.
+    ignored: a detection batch's images [C, H, W] in a tuple look like collated fields of C samples.
 
-    TypeError: there is no tensor among the fields.
+    Raises:
+        TypeError: there is no tensor among the fields.
     """
     first = batch
     if isinstance(batch, list | tuple | dict) and batch:
@@ -64,7 +65,7 @@ def _fields(batch: Any, *, is_outermost: bool = False) -> Iterator[Tensor]:
     elif isinstance(batch, Mapping):
         for field in batch.values():
             yield from _fields(field)
-    # Mappings with the same keys are samples that were not collated.
+    # A list of mappings with the same keys is a list of samples that were not collated.
     elif is_outermost and isinstance(batch, list | tuple) and not _are_samples(batch):
         for field in batch:
             yield from _fields(field)
@@ -83,14 +84,14 @@ def windows(
 ) -> Iterator[list[MicroBatch]]:
     """Group micro-batches into windows whose weights sum to 1, also in a ragged tail, over all ranks.
 
-    In a process group every rank takes part: the weights are shares of the window over all ranks, and all ranks see the
+    In a process group this is collective: the weights are shares of the window over all ranks, and all ranks see the
     same number of windows of the same length. A rank that has fewer micro-batches repeats its last one with weight 0,
-    so that no collective blocks. The ranks agree on the host, once per window; no device is waited for.
+    so that no collective blocks. Lengths are exchanged once per window, in host memory, without a device sync.
 
     Args:
         batches: finite or endless.
         accumulation: micro-batches per window, at least 1; the last window may hold fewer.
-        count: the size of a batch, for example its valid tokens: a number, or a 0-d tensor that stays on its device.
+        count: the size of a batch, such as its valid tokens: a number, or a 0-d tensor that stays on its device.
             Default: its samples (`num_samples`). If it may be 0, compute the loss as a sum divided by
             `count.clamp(min=1)`: an empty mean is NaN.
         world_size: for a plain DistributedDataParallel network, which averages gradients over its ranks: its number of
@@ -98,21 +99,21 @@ def windows(
             project, which sum.
 
     Raises:
-        ValueError: `accumulation` below 1; a number below 0 as a count; or, on every rank, that one has no batch at all
-            while others have some.
+        ValueError: `accumulation` below 1; a negative count; or one rank has no batch at all while others have some
+            (raised on every rank).
         TypeError: no `count`, and a batch whose samples cannot be counted.
     """
     if accumulation < 1:
         raise ValueError(f"windows(accumulation={accumulation}): expected at least 1")
     count = count or num_samples
-    together = several_ranks()
+    is_distributed = several_ranks()
     iterator = iter(batches)
     spare = None
     while True:
         window = list(islice(iterator, accumulation))
         counts: list[float | Tensor] = [count(batch) for batch in window]
         length, starved, total = len(window), not window and spare is None, _sum(counts)
-        if together:
+        if is_distributed:
             lengths, starving, totals = _gather([length, starved, 0 if isinstance(total, Tensor) else total])
             length, starved = int(max(lengths)), any(starving)
             if not isinstance(total, Tensor):
@@ -140,10 +141,10 @@ def window_of(batches: Sequence[Any], weights: Sequence[float | Tensor]) -> list
 
 
 def microbatch_weights(counts: Sequence[float | Tensor]) -> list[float | Tensor]:
-    """The weights of a window's micro-batches: each count divided by that of the window on all ranks.
+    """The weights of a window's micro-batches: each count divided by the window's total over all ranks. Collective.
 
     Args:
-        counts: of this rank's micro-batches, numbers or 0-d tensors, which stay on their device; collective.
+        counts: of this rank's micro-batches, numbers or 0-d tensors, which stay on their device.
     """
     total = _sum(counts)
     if several_ranks() and not isinstance(total, Tensor):
@@ -152,24 +153,24 @@ def microbatch_weights(counts: Sequence[float | Tensor]) -> list[float | Tensor]
 
 
 def _sum(counts: Sequence[float | Tensor]) -> float | Tensor:
-    """The sum of counts, exact: of tensors in int64 or in their widest floating type."""
+    """The sum of counts on this rank, exact: tensors are summed in int64, or in the widest float of their device."""
     is_tensor = bool(counts) and isinstance(counts[0], Tensor)  # numbers and tensors may be mixed
     if is_tensor or isinstance(total := sum(counts), Tensor):
         first, *rest = [c.to(_wide(c)) if isinstance(c, Tensor) and c.dtype is not torch.int64 else c for c in counts]
-        return sum(rest, first)  # not from 0: an operator with a Python number takes as long as three without
+        return sum(rest, first)  # not from 0: adding a Python number takes as long as adding three tensors
     if not total >= 0 or (counts and min(counts) < 0):
         raise ValueError(f"a micro-batch counts {min(counts)}; expected a number of at least 0")
     return total
 
 
 def _wide(count: Tensor) -> torch.dtype:
-    # A sum of uint8 ends at 255, one of bfloat16 at 256.
+    # uint8 overflows at 255, and 256 + 1 is 256 in bfloat16.
     return widest(count.device) if count.is_floating_point() else torch.int64
 
 
 def _shares(counts: Sequence[float | Tensor], total: float | Tensor) -> list[float | Tensor]:
-    """Each count divided by the total, tensors in float32, or in float64 as they came. The ranks sum tensors here."""
-    # All tokens may be masked; 0 / 0 would write NaN into the weights.
+    """Each count divided by the total; tensors in fp32 (float64 stays), whose totals are summed over ranks here."""
+    # All tokens of a window may be masked: 0 / 0 would make its weights, and then all gradients, NaN.
     if not isinstance(total, Tensor):
         return [c / (total or 1) for c in counts]
     if several_ranks():
@@ -186,8 +187,8 @@ _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def _gather(numbers: Sequence[float]) -> list[list[float]]:
     """Each number as a list over ranks, exchanged in host memory. Collective.
 
-    NCCL alone has no CPU tensors, and a read of its result would wait for all work of the GPU: then a second group, of
-    gloo, is made at the first call.
+    NCCL takes no CPU tensors, and reading its result back would wait for all work queued on the GPU. So without a CPU
+    backend the first call makes a second group, of gloo.
     """
     world = dist.group.WORLD
     if world not in _host_groups:
@@ -200,11 +201,11 @@ def _gather(numbers: Sequence[float]) -> list[list[float]]:
 
 
 def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManager[Any]:
-    """Reduce gradients over ranks in this forward and backward only `when` it is the window's last.
+    """Reduce gradients over ranks in this micro-batch only if it is the last of its window (`when=micro.is_last`).
 
-    The forward pass must lie inside and decides for its backward pass, wherever that runs, as in
-    DistributedDataParallel; in networks sharded by `fully_shard` the latest `sync_grads` decides. Not to be nested over
-    one network. A no-op without a wrapper that reduces gradients.
+    The forward pass must run inside. With DistributedDataParallel it decides for its backward pass, wherever that runs;
+    with `fully_shard` the latest `sync_grads` decides. Do not nest it over one network. A no-op for networks without a
+    wrapper that reduces gradients.
     """
     for net in nets:
         if hasattr(net, "set_requires_gradient_sync"):
@@ -221,8 +222,8 @@ def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManage
 
 
 def _hold(net: Any, hold: bool) -> None:
-    """Let gradients of a sharded network stay unsharded, in fp32, or reduce them in the backward passes from now on."""
-    if hold != (net in _holding):  # it walks over all modules, so only at a change
+    """Accumulate gradients of a sharded network unsharded, in fp32 (`hold`), or reduce them, from now on."""
+    if hold != (net in _holding):  # the call visits all modules, so only when it changes something
         net.set_requires_gradient_sync(not hold)
         (_holding.add if hold else _holding.discard)(net)
 
