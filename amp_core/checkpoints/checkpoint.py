@@ -152,8 +152,8 @@ class Checkpoint:
             progress: where the run stands, returned by `load`. The counts of a `CountingPart` are added.
             config: the configuration, returned by `load`.
             metrics: results of the evaluation at this step, if there was one; a value that is not finite becomes null.
-            best: (name of a metric, "max" or "min"): also keep the checkpoint whose manifest has the best value. Pass it
-                at every save, or that checkpoint is rotated out like others.
+            best: (name of a metric, "max" or "min"): also keep the checkpoint whose manifest has the best value. Pass
+                it at every save, or that checkpoint is rotated out like others.
 
         Returns:
             The step folder.
@@ -316,11 +316,11 @@ class Checkpoint:
     def load(self, path: str | os.PathLike[str] | None = None) -> Loaded | None:
         """Loads all parts from the newest sound checkpoint, or from the one that is named.
 
-        Everything is checked before the first part is changed. An optimizer's state comes from the file, also entries of
-        its groups that are no arguments of its constructor. The settings of its groups stay, with a note for each that
-        differs, except those that the saved run changed after its `Checkpoint` was made and, with a torch scheduler
-        among the parts, `lr`, `momentum` and `betas`. A `Schedule` sets its rates itself. Tensors that hold learning
-        rates are written in place. Copies to the device.
+        Everything is checked before the first part is changed. An optimizer's state comes from the file, also entries
+        of its groups that are no arguments of its constructor. The settings of its groups stay, with a note for each
+        that differs, except those that the saved run changed after its `Checkpoint` was made, and, with a torch
+        scheduler among the parts, `lr`, `momentum` and `betas`. A `Schedule` sets its rates itself. Tensors that
+        hold learning rates are written in place. Copies to the device.
 
         A part that the file lacks is an error, but an `AveragedPart` starts from the weights that were loaded, and a
         scaler gets `{}` (a fresh scale). A part of the file that is not here is ignored with a note. Waits for a save

@@ -94,7 +94,7 @@ def lacks_data(cfg: Config) -> bool:
 
 
 def tag_of_timm(name: str) -> str | None:
-    """What to type for a name such as resnet18.a1_in1k, which is a network with weights; None: it is no such name."""
+    """The setting to use for a name such as resnet18.a1_in1k, a network with weights; None: another kind of name."""
     if re.fullmatch(r"[a-z]\w+\.[a-z]\w+", name) is None:
         return None
     return (
@@ -153,7 +153,7 @@ def images_below(folder: str | os.PathLike[str], skipped: Skipped | None = None)
             folders.clear()
             continue
         seen.add((about.st_dev, about.st_ino))
-        folders.sort()  # of two ways to a folder the same one is taken everywhere
+        folders.sort()  # of two paths to a folder the same one is taken on every machine
         yield from (os.path.join(place, name) for name in names if _is_image(place, name, skipped))
 
 
@@ -190,7 +190,7 @@ def _check_path(cfg: DataConfig) -> Iterator[str]:
 def _check_parts(
     cfg: DataConfig, parts: Sequence[str], expected: str, check: Callable[[Path], Iterable[str]]
 ) -> Iterator[str]:
-    """That `data.path` is a folder with these folders, and what else is wrong in it."""
+    """Problems of `data.path`: it must be a folder with these folders."""
     key, root = f"data.path={cfg.path}", Path(cfg.path or "").expanduser()
     if cfg.path is None:
         yield f"data.path=null: {expected}"
@@ -328,7 +328,7 @@ _RECORDS = (".jsonl", ".parquet", ".arrow", ".bin", ".npy", ".gz", ".zst", ".xz"
 
 
 def why_no_text(file: Path, tokenizer: str | None) -> str | None:
-    """Why a file is not to be learned as it is; None: it is text."""
+    """Why a file is not plain text; None: it is."""
     ending = file.suffix.lower()
     if ending in (".jsonl", ".parquet") and tokenizer not in (None, "bytes"):
         is_lost = ending == ".parquet" and package_folder("pyarrow") is None

@@ -28,7 +28,7 @@ class RunError(Exception):
 
 
 class BadSample(RunError):
-    """A file of a data set that cannot be used. Of torch's workers an error keeps its class and its message alone."""
+    """A file of a data set that cannot be used. Through torch's workers an error keeps only its class and message."""
 
 
 class ConfigError(RunError):
@@ -71,7 +71,7 @@ class Interrupted(RunError):
         self.exit_code = exit_code
         self.by_signal = by_signal
 
-    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:  # pickled by what runs jobs of a sweep
+    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:  # pickled by the launchers of a sweep
         return type(self), (str(self), self.exit_code, self.by_signal)
 
 
@@ -87,11 +87,11 @@ SAME = {
     **dict.fromkeys(("webdataset", "wds", "tar"), "shards"), **dict.fromkeys(("datasets", "huggingface"), "hf"),
     "imagefolder": "image_folder",
 }  # fmt: skip
-"""Names of other programs for what is called otherwise here."""
+"""Other programs' names of settings that have another name here."""
 
 
 def is_misspelt(word: str, name: str) -> bool:
-    """Whether `word` is `name` with a slip of the hand: a letter in four of a part added, left out, changed or swapped.
+    """Whether `word` is `name` with typing errors: a letter in four of a part added, left out, changed or swapped.
 
     Numbers have to have the same digits, and each word by itself: resnet34 is not resnet18, max_scale is not min_scale.
     """

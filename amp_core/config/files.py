@@ -127,7 +127,7 @@ def why_not_yaml(path: Path) -> str | None:
         return f"cannot be read: {getattr(problem, 'strerror', None) or problem}"
     except RecursionError:
         return "is nested too deeply"
-    except Exception:  # the parser raises many kinds; Hydra tells of them with the place
+    except Exception:  # the parser raises many kinds, which Hydra reports with their place
         return None
     return None
 
@@ -232,7 +232,7 @@ def write_file(path: Path, *data: bytes | bytearray | memoryview) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in a folder to disk."""
+    """Sync the names in a folder to disk."""
     with opened(folder) as descriptor:
         try:
             os.fsync(descriptor)
@@ -261,7 +261,7 @@ def _remove(name: str, folder: int) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what processes that no longer live were about to write; a failure costs space and nothing else."""
+    """Remove temporary files of processes that have ended; a failure costs only space."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if match := _LEFT.fullmatch(name):

@@ -20,11 +20,11 @@ KINDS = {
 rows of a `table`; `own` is what a recipe brings itself."""
 
 OWN_PARTS = ("KIND", "build")
-"""What a data set of somebody's own, data/<name>.py, has; it may have `check(cfg)`, a list of problems."""
+"""What a user's data set, data/<name>.py, must have; it may have `check(cfg)`, a list of problems."""
 
 
 def kind_of(name: str) -> str:
-    """What a data set holds. ConfigError: it is somebody's own, and its file is no data set."""
+    """What a data set holds. ConfigError: it is a user's, and its file defines no data set."""
     if name in KINDS:
         return KINDS[name]
     from amp_core.config.options import load_own  # other runs need none of it

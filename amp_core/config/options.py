@@ -82,7 +82,7 @@ def load_own(group: str, name: str, needs: Sequence[str]) -> Any:
         spec.loader.exec_module(module)
         if missing := [part for part in needs if not hasattr(module, part)]:
             raise AttributeError(f"it has no {', no '.join(missing)}")
-    except Exception as problem:  # whatever the code of somebody else raises
+    except Exception as problem:  # foreign code may raise anything
         del sys.modules[spec.name]
         what = "recipe" if group == "recipe" else "data set"
         raise ConfigError(f"{file}: is no {what}: {type(problem).__name__}: {problem}") from problem

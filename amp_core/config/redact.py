@@ -61,7 +61,7 @@ _FORM = re.compile(
 
 
 def redact(text: str) -> str:
-    """`text` without keys and passwords: those that this process knows, and what has the form of one."""
+    """`text` without keys and passwords: those that this process knows, and what looks like one."""
     return _FORM.sub(_kept, _of_known(tuple(os.environb.items())).sub(MASK, text))
 
 
@@ -81,7 +81,7 @@ def holds_secret(text: str) -> bool:
 
 def masked(plain: Any) -> Any:
     """Nested plain data without keys and passwords, before a file format encodes them."""
-    # One search for all: one for each name of the layers would take a hundred times as long.
+    # One search for all: a search per name of a layer would take a hundred times as long.
     return _masked(plain) if holds_secret(json.dumps(plain, default=str, ensure_ascii=False)) else plain
 
 

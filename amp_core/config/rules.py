@@ -42,7 +42,7 @@ MOST: dict[float, str] = {
     10**6: "amp.hysteresis amp.retry "
     "max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb layout.shard_size",
 }
-"""The largest value of numbers: more is a slip of the hand, and would take memory or time without an end."""
+"""The largest value of numbers: more is a typing error, and would take endless memory or time."""
 
 
 def _check_ranges(values: Mapping[str, Any]) -> Iterator[str]:
@@ -271,7 +271,7 @@ def _check_run(cfg: Config) -> Iterator[str]:
         Path(cfg.predict_on).is_dir() or (cfg.predict_on.endswith(".jsonl") and Path(cfg.predict_on).is_file())
     ):
         yield f"predict_on={cfg.predict_on}: there is no such folder; expected one with images, or prompts.jsonl"
-    if not reads or cfg.run_dir is None or Path(cfg.run_dir).exists():  # else the settings are not those of the run
+    if not reads or cfg.run_dir is None or Path(cfg.run_dir).exists():  # otherwise the settings are not the run's
         yield from _check_export(cfg)
     if cfg.run_dir is not None and not cfg.run_dir.strip():
         yield "run_dir='': expected a folder"
@@ -310,7 +310,7 @@ def place_of(cfg: Config) -> str:
 
 
 def _without_copies(cfg: Config) -> list[str]:
-    """Why there are no 16-bit copies of weights that could be made once more."""
+    """Why there are no 16-bit copies of weights to recast."""
     if cfg.amp.dtype == "float32":
         reason = f"amp={cfg.amp.name} makes no 16-bit copies of weights; use amp=bf16, or leave it out"
     elif cfg.layout.name in SHARDED:
@@ -336,7 +336,7 @@ def _check_inject_value(values: Any) -> Any:
 
 
 def key_of(problem: str) -> str:
-    """The full key that a problem is about."""
+    """The full key of a problem."""
     return re.split(r"[=:]", problem, maxsplit=1)[0]
 
 
@@ -401,7 +401,7 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
         notes.append(f"doctor=heal only reports in layout={cfg.layout.name}: weights are gathered in {cfg.amp.dtype}")
     cap = scale_cap(cfg.amp, cfg.batch_size)
     above = cfg.amp.init_scale is not None and cfg.amp.init_scale > cap
-    # The capped mode begins at its cap by design; only a value that somebody typed deserves a word.
+    # The capped mode begins at its cap by design; warn only about a value that was typed.
     if cfg.amp.scaling and above and (cfg.amp.max_scale_per_sample is None or "amp.init_scale" in given):
         notes.append(f"amp.init_scale={cfg.amp.init_scale:g} is above the cap; the scale starts at {cap:g}")
     if cfg.amp.update == "nearest":

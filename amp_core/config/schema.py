@@ -21,12 +21,12 @@ class AmpConfig:
     """How a step updates 16-bit weights: master weights, bfloat16 weights and the 16 bits that they lack of them,
     stochastic rounding, Kahan summation, or rounding to nearest."""
     format: Literal["fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"] | None
-    """What linear layers whose sizes allow it multiply; null: numbers of `dtype`."""
+    """Number format that linear layers of suitable sizes multiply; null: `dtype`."""
     granularity: Literal["tensor", "row", "row_gw_hp", "block"] | None
     """fp8: what shares a scale: a tensor, a row, a row (weight gradients in bfloat16), or 1 x 128 numbers, of weights
     128 x 128."""
     scale_rule: Literal["floor", "rceil"] | None
-    """mxfp: how a block's power of two is chosen. floor: OCP's, which saturates what is just below the next power."""
+    """mxfp: how a block's power of two is chosen. floor: OCP's, which saturates numbers just below the next power."""
     stochastic_gradients: bool
     """Round gradients of linear layers to `format` stochastically."""
     hadamard: bool
@@ -56,9 +56,9 @@ class AmpConfig:
     dynamic: bool | None
     """False keeps the scale at `init_scale`; steps that overflow are still skipped."""
     hysteresis: int | None
-    """Overflows since the scale last grew until it falls, as in Megatron-LM; 1: each lets it fall."""
+    """Overflows, since the scale last grew, before it falls, as in Megatron-LM; 1: it falls at each."""
     consecutive_hysteresis: bool | None
-    """A step without overflow forgives those before it, as in DeepSpeed."""
+    """A step without overflow resets that count, as in DeepSpeed."""
     retry: int | None
     """How often a window that overflowed is computed again at a smaller scale before it is skipped. Each step waits for
     the device."""

@@ -102,7 +102,7 @@ class CudaGraphStep:
         self._refused: str | None = None
         self.is_capturing = False
         for optimizer in self._optimizers:
-            # Loaded moments have other addresses than those in the graph.
+            # Loaded moments are at other addresses than those in the graph.
             optimizer.register_load_state_dict_post_hook(lambda _: self.forget())
         self.forget()
 
@@ -247,7 +247,7 @@ def capture_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
                 raised = problem
                 raise
     except Exception as problem:
-        if problem is raised:  # the capture ended as it should
+        if problem is raised:  # the capture ended cleanly
             raise
         raise RunError(
             f"perf.graph=true: CUDA refused to capture a step, and this process cannot take another step: "

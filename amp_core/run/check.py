@@ -88,7 +88,7 @@ class _Tried:
     def _problem(self, index: int) -> str | None:
         try:
             self._dataset.__getitems__([(index, 0)])
-        except Exception as problem:  # readers may raise anything; the other samples are read, too
+        except Exception as problem:  # readers may raise anything; read the other samples, too
             return str(problem) or type(problem).__name__
         return None
 
@@ -101,7 +101,7 @@ def _read(dataset: Dataset, num_workers: int) -> Iterator[list[tuple[int, str | 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Signals end what is inside as an exception, so that its processes end first."""
+    """Within, signals raise an exception, so that child processes are ended first."""
     asked: list[int] = []
 
     def stop(number: int, frame: Any) -> None:

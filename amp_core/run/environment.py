@@ -78,7 +78,7 @@ class Environment:
         self.local_rank = local_rank
         self.world_size = world_size
         self.planned_ranks = world_size
-        """Ranks when all machines of an elastic run are there: they decide about the samples per step."""
+        """Ranks at the maximum number of machines of an elastic run, which sets the samples per step."""
         self.run_dir = Path(job.run_dir) if job.run_dir else None
         if self.run_dir is not None and self.run_dir.is_symlink():
             self.run_dir = self.run_dir.resolve()  # where it leads to now: links found later are not followed
@@ -89,11 +89,11 @@ class Environment:
         self.started = time.monotonic()
         self.summary: dict[str, Any] = {}
         self.nets: list[tuple[str, nn.Module]] = []
-        """What was wrapped, and what stands before its modules' names: that in the dictionary, or nothing."""
+        """The wrapped networks, and the prefix of their modules' names: that in the dictionary, or nothing."""
         self.driver: Driver | None = None
         """Takes the place of training in `Loop.windows`: (loop, count) -> windows that the recipe computes."""
         self.doctor: Callable[[Any], tuple[Watch | None, Statistics | None]] = lambda loop: (None, None)
-        """Makes the doctor of a loop, and what measures some of its steps."""
+        """Makes the doctor of a loop, and its statistics."""
         self.closing = contextlib.ExitStack()
         """Callbacks for the end of the run, however it ends."""
 
@@ -129,7 +129,7 @@ class Environment:
             self.placement.compiler.report()
 
     def eagerly(self) -> AbstractContextManager[None]:
-        """Inside of it nothing runs as compiled code, so that hooks and dispatch modes see every operation."""
+        """Within, nothing runs compiled, so that hooks and dispatch modes see every operation."""
         if self.cfg.perf.compile is None:
             return contextlib.nullcontext()
         from amp_core.memory.compiled import eagerly
@@ -169,7 +169,7 @@ class Environment:
         return tensor
 
     def new_host_group(self) -> dist.ProcessGroup | None:
-        """All ranks, for tensors in host memory; None for a single one. Collective."""
+        """The process group of all ranks for tensors in host memory; None for a single rank. Collective."""
         if self.world_size == 1:
             return None
         timeout = datetime.timedelta(minutes=self.cfg.layout.timeout_minutes)

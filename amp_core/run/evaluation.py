@@ -62,7 +62,7 @@ class Evaluation:
         except _Stopped:
             return False
         except GaveUp:
-            if self._env.world_size > 1:  # the others are still in it
+            if self._env.world_size > 1:  # the other ranks are still in the evaluation
                 raise
             self.asked = self._env.stop.code
             return False
@@ -84,7 +84,7 @@ class Evaluation:
         return metrics
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Within: the network is as an optimizer with an average of its own wants it evaluated."""
+        """Within, the network has the weights at which its optimizer evaluates (schedule-free ones: their average)."""
         if not any(hasattr(each, "eval") for each in self._optimizers):
             return contextlib.nullcontext()
         from amp_core.step.foreign import averaged

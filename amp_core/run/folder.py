@@ -22,7 +22,7 @@ logger = logging.getLogger("amp_recipes")
 
 @contextlib.contextmanager
 def writing(run_dir: Path | None) -> Iterator[None]:
-    """Turns an error of the system into a SaveError that names the run folder."""
+    """Turn an OSError into a SaveError that names the run folder."""
     try:
         yield
     except OSError as problem:
@@ -60,7 +60,7 @@ class RunFolder:
                 self.before = read_json(self.path / "summary.json")
 
     def check(self) -> None:
-        """Before a checkpoint is written. SaveError: it is not the folder any more that this run has locked."""
+        """Before a checkpoint is written. SaveError: the path no longer leads to the folder that this run locked."""
         if self.path is not None and self._lock is not None and not locks.is_of(self._lock, self.path):
             raise SaveError(
                 f"run_dir={self.path}: the folder or its .lock was moved or removed while this run wrote there. "
@@ -68,7 +68,7 @@ class RunFolder:
             )
 
     def begin(self) -> None:
-        """Write what is known at the start. Called when nothing can refuse the run any more."""
+        """Write what is known at the start. Called once nothing can refuse the run any more."""
         if self.path is None or not self._env.is_main:
             return
         with writing(self.path):

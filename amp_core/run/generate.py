@@ -1,4 +1,4 @@
-"""Texts that a language model continues: greedy or sampled, in batches, the same for a seed."""
+"""Text generation by a language model: greedy or sampled, in batches, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from amp_core.tensors import is_sharded, widest
 
 _BATCH = 32
 _ASKS_EVERY = 16
-"""Tokens between two looks whether all texts have ended, which wait for the device."""
+"""Tokens between two checks whether all texts have ended; each check waits for the device."""
 _MOST_BYTES = 1 << 28
 
 

@@ -312,11 +312,11 @@ def _read_result(path: Path) -> Outcome | None:
 
 @contextlib.contextmanager
 def _worker_environ(nproc: int, several: bool) -> Iterator[None]:
-    """Variables for the agent and its workers, unless the user decided."""
+    """Environment variables for the agent and its workers, unless the user set them."""
     wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))}  # share the cores
     if several:
-        # A store of its own for each attempt: with the agents' one, a machine that comes back waits for the address of
-        # a store that the others know since their first attempt and do not tell again.
+        # A new store for each attempt. With the agents' store a returning machine would wait for the address of
+        # a store that the others published only at their first attempt.
         wanted["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     added = {name: value for name, value in wanted.items() if name not in os.environ} | {LAUNCHER: str(os.getpid())}
     os.environ.update(added)

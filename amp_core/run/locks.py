@@ -17,8 +17,8 @@ from amp_core.config.files import open_file
 def acquire(folder: Path) -> IO[str]:
     """Locks `.lock` in a folder, which is made if it is not there.
 
-    Only who holds the lock may remove the file. So it is compared after locking: another process may have removed the
-    file that was opened, and a third one holds the lock of the file that replaced it.
+    Only the holder of the lock may remove the file. So it is compared after locking: another process may have removed
+    the file that was opened, and a third one holds the lock of the file that replaced it.
 
     BlockingIOError: another process holds it; `strerror` is what the file says about its owner. Other OSErrors: it
     cannot be made, or is no regular file.

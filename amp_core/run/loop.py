@@ -283,7 +283,7 @@ class Loop:
             self.watch.note(of, report, next(iter(values.values()), None))
 
     def due(self, *, steps: int = 0, epochs: int = 0) -> bool:
-        """Whether what is done every `steps` or `epochs` is due after this window; equal on all ranks, never in a replay."""
+        """Whether what is done every `steps` or `epochs` is due after this window: on all ranks, not in replays."""
         return not self.is_replay and self.feed.ends(self.step, self.samples, steps, epochs)
 
     def draw(self, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:

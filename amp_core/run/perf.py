@@ -43,7 +43,7 @@ def captured_step(loop: Loop) -> CudaGraphStep | None:
 
 
 def observers(loop: Loop) -> list[Observer]:
-    """Those of a run besides its doctor, the last of which are innermost."""
+    """The observers of a run besides its doctor; the last is innermost."""
     num_steps = loop.cfg.perf.profile if loop.env.is_main else None
     return [*([Profile(loop, num_steps)] if num_steps else []), SavedTensors(loop)]
 
@@ -113,7 +113,7 @@ class SavedTensors(Observer):
     def _first_window(self) -> Iterator[None]:
         loop = self._loop
         loop.memory = vars(planned_memory(loop)) | {"activations": None}
-        # Only what one thread computes as written can be measured.
+        # Only eager code in one thread can be measured.
         if loop.cfg.perf.name != "default" or loop.cfg.layout.name not in ("single", "ddp"):
             yield
         else:
@@ -126,6 +126,6 @@ class SavedTensors(Observer):
 
 
 def planned_memory(loop: Loop) -> Memory:
-    """What a rank needs besides activations, as the memory model has it."""
+    """What a rank needs besides activations, by the memory model."""
     memory = memory_of(loop.nets, loop.optimizers, loop.ema, loop.cfg.amp, accumulation=loop.feed.accumulation)
     return replace(memory, copies=0) if loop.cfg.perf.recast_weights else memory

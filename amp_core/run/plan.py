@@ -32,7 +32,7 @@ logger = logging.getLogger("amp_recipes")
 
 
 def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
-    """The log of a run, with what it begins with."""
+    """Open the log of a run, and write its first lines."""
     env, cfg = loop.env, loop.cfg
     assert env.run_dir is not None
     if loop.step and (before := env.folder.before.get("eval_at_start")):
@@ -103,7 +103,7 @@ def plan(loop: Loop) -> str:
 
 
 def plan_in_detail(loop: Loop) -> str:
-    """What a dry run tells besides: where memory goes, what is sent, when it evaluates and saves."""
+    """What a dry run prints in addition: where memory goes, what is sent, when it evaluates and saves."""
     cfg, env, mib = loop.cfg, loop.env, 2**20
     memory = planned_memory(loop)
     kinds = {name: size for name, size in vars(memory).items() if size}
@@ -135,7 +135,7 @@ def plan_in_detail(loop: Loop) -> str:
 
 
 def _roof(loop: Loop) -> list[str]:
-    """Tokens per second at most, by the model's FLOPs and the stated peaks of GPUs; nothing for other recipes."""
+    """An upper bound on tokens per second, from the model's FLOPs and GPUs' stated peaks; nothing for other recipes."""
     length = loop.data.facts.get("length")
     found = [flops_per_token(unwrap(net), length) for net in loop.nets] if length else []
     if len(found) != 1 or found[0] is None:
@@ -148,11 +148,11 @@ def _roof(loop: Loop) -> list[str]:
 
 
 def _numel(param: Tensor) -> int:
-    """Numbers of a weight, also of one in 4 bits, whose tensor holds two in each element."""
+    """The elements of a weight, also of one in 4 bits, whose tensor packs two into each byte."""
     packed = getattr(param, "quant_state", None)  # of bitsandbytes
     return param.numel() if packed is None else math.prod(packed.shape)
 
 
 def _times(every: int, steps: int) -> str:
-    """When a cadence comes, in words: it always comes at the end."""
+    """A cadence in words; the last step is always due."""
     return f"every {every} steps and at the end" if every < steps else "at the end"

@@ -139,7 +139,7 @@ def _check_parts(cfg: Config, family: Family, problems: list[str]) -> None:
     except ValueError as problem:
         problems.append(f"amp.keep_bf16={cfg.amp.keep_bf16}: {problem}")
         return
-    # amp=fp8 is bf16 where nothing can be converted, with a warning; who asks for more is told.
+    # amp=fp8 is bf16 where nothing can be converted, with a warning; asking for more is an error.
     if not is_converted(net) and (cfg.amp.format != "fp8" or cfg.amp.granularity == "block"):
         problems.append(
             f"amp.format={cfg.amp.format}: {why_none(left_alone)}; use amp=bf16, or sizes that are multiples"
@@ -165,7 +165,7 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
     here = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else max(1, num_processes(cfg))
     nodes = cfg.layout.nodes or (1, 1)
     num_ranks = int(os.environ["WORLD_SIZE"]) if launched() else here * nodes[0]
-    is_known = launched() or nodes[0] == nodes[1]  # of an elastic run the number of machines is, when it has started
+    is_known = launched() or nodes[0] == nodes[1]  # an elastic run knows it only once it has started
     num_stages = cfg.layout.num_stages or 1
     if on_cuda and here * num_stages > num_gpus:
         asked = f"layout.nproc_per_node={here}" + (f" with layout.num_stages={num_stages}" if num_stages > 1 else "")

@@ -107,7 +107,7 @@ class Ema:
                 yield bucket, list(islice(rest, len(bucket))), list(map(len, bucket))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_groups": [], "_present": []}  # views, which a copy would tear from what they view
+        return vars(self) | {"_groups": [], "_present": []}  # views, which a copy would detach from their base
 
     def reset(self) -> None:
         """Restart from the current weights."""

@@ -35,7 +35,7 @@ KNOWN = (
     "torch_optimizer",
     "torchao",
 )
-"""Those that docs/OPTIMIZERS.md is about."""
+"""The packages of docs/OPTIMIZERS.md."""
 GROUP = "amp_recipes_optimizers"
 
 
@@ -59,7 +59,7 @@ def find_optimizer(name: str, package: str | None) -> type[Optimizer]:
             import_torchvision()
         try:
             found = importlib.import_module(module)
-        except Exception as problem:  # whatever the code of somebody else raises
+        except Exception as problem:  # foreign code may raise anything
             raise ValueError(f"{module} cannot be imported: {type(problem).__name__}: {problem}") from problem
     classes = {key: cls for key, cls in vars(found).items() if inspect.isclass(cls) and issubclass(cls, Optimizer)}
     classes.pop("Optimizer", None)

@@ -26,8 +26,8 @@ class Observer:
                 on_gradients(params, grads, scaled)   for each optimizer
                 on_step_end(taken)
 
-    `Amp` calls the `on_` methods of those in `Amp.observers`; the owner of the loop enters the two contexts. Observers do
-    not modify what they receive, and one that watches every step must not wait for the device.
+    `Amp` calls the `on_` methods of those in `Amp.observers`; the owner of the loop enters the two contexts. Observers
+    do not modify what they receive, and one that watches every step must not wait for the device.
     """
 
     def around_run(self) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Beside skipping what overflows: skipping what is far from usual, and computing a window again at a smaller scale.
+"""Besides overflows: skip steps that are outliers, and compute a window again at a smaller scale.
 
 `amp.skip_above` is the rule of PaLM's restarts (https://arxiv.org/abs/2204.02311, section 5.1) without the restart:
 leave out the batch that a spike came from. `amp.retry` costs a pass where halving the scale costs the batch.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from amp_core.step.amp import Amp
 
 LENGTH, LEAST = 64, 16
-"""Steps that the running median is of, and those after which it begins to judge."""
+"""Steps in the running median, and steps before it is used."""
 
 
 class Usual:

@@ -66,7 +66,7 @@ def require_no_copies(optimizer: torch.optim.Optimizer, mode: str) -> None:
 
 @functools.cache
 def arguments_without_default(method: Callable[..., Any]) -> list[str]:
-    """The arguments besides `self` that a method has to be given."""
+    """The required arguments of a method besides `self`."""
     arguments = list(inspect.signature(method).parameters.values())[1:]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in arguments if each.default is each.empty and each.kind not in variable]
@@ -112,7 +112,7 @@ def require_own_weights(
 
 
 _SUPPORT = "_step_supports_amp_scaling"
-"""What `torch.amp.GradScaler` asks an optimizer for."""
+"""The attributes of an optimizer that `torch.amp.GradScaler` reads."""
 _before = reader("torch.optim.Optimizer._optimizer_step_pre_hooks", lambda optimizer: ())
 _after = reader("torch.optim.Optimizer._optimizer_step_post_hooks", lambda optimizer: ())
 
