@@ -115,7 +115,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
-        # Every rank computes all of it, as it is little.
+        # Every rank computes all of it, as it is small.
         prompts = evenly_spread(env.eval_part(data.eval), NUM_EVAL).to(env.device)
         noise = torch.rand(len(prompts), num, num_symbols, generator=torch.Generator().manual_seed(0)).to(env.device)
         take_weights(engine, net)
