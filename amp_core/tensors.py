@@ -78,7 +78,7 @@ def tensors_of(net: nn.Module) -> list[Tensor]:
 
 
 def copy_with(net: nn.Module, tensors: dict[Tensor, Tensor]) -> nn.Module:
-    """A deep copy with other tensors, tied like the original's."""
+    """A deep copy with new tensors, tied like the original's."""
     memo: dict[int, Any] = {}
     for old, new in tensors.items():
         memo[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
@@ -331,7 +331,7 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all
 
 
 UNTESTED_DEVICES = ("mps", "xpu")
-"""Accelerators of torch that the tests know as fake tensors only."""
+"""Accelerators that are tested with fake tensors only."""
 
 
 def is_there(device_type: str) -> bool:

@@ -168,7 +168,7 @@ def need(feature: str, *names: str) -> None:
 
 
 def log_missing() -> None:
-    """Log the names missing so far, and later ones as they are met. Called when the log is open."""
+    """Log the names missing so far, and later ones when they are looked up. Called once the log is open."""
     global _told
     _told = set() if _told is None else _told
     for name in [name for name in _missing if name not in _told]:

@@ -109,7 +109,7 @@ class Checkpoint:
         self.background = background
         self.guard = guard or (lambda: None)
         self.explain: Callable[[Mapping[str, Any]], str] = lambda config: ""
-        """What to say of a checkpoint that does not fit, from the configuration that it was made with."""
+        """The message for a checkpoint that does not fit, from the configuration that it was made with."""
         self.parts: dict[str, Part] = {name: part for name, part in parts.items() if part is not None}
         for name, part in self.parts.items():
             if name in RESERVED:
@@ -237,7 +237,7 @@ class Checkpoint:
         return {name: parts.with_moved(part, state, self._begun[name]) for (name, part), state in pairs}
 
     def _join(self) -> None:
-        """Waits, and leaves a problem to the next `save` or `wait`."""
+        """Wait, and leave raising a problem to the next `save` or `wait`."""
         if self._task is not None:
             self._task.exception()
 
@@ -389,6 +389,6 @@ class Checkpoint:
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Puts all parts back to a snapshot of this rank, bit by bit. The snapshot may be used again."""
         for name, part in self.parts.items():
-            # Optimizers keep the very tensors that they are given.
+            # Optimizers keep the tensors that they are given, without a copy.
             parts.load_part(part, parts.all_settings(plain_state.copied(snapshot[name])), exact=True)
             parts.load_counters(name, part, snapshot["progress"])

@@ -32,7 +32,7 @@ _READ_AT_ONCE = 1 << 24
 
 
 class CorruptFile(Exception):
-    """What a file holds is not what it should hold."""
+    """The content of a file is not what it should be."""
 
 
 def encode(manifest: Mapping[str, Any]) -> bytes:
@@ -197,7 +197,7 @@ def make_temporary(target: Path) -> Path:
 
 
 def abandon(temporary: Path) -> None:
-    """Removes a folder if it is there and that can be done."""
+    """Remove a folder if it exists and can be removed."""
     with contextlib.suppress(OSError):
         if os.path.lexists(temporary):
             remove(temporary)
@@ -257,7 +257,7 @@ def _rename(path: Path, to: Path) -> None:
 
 @contextlib.contextmanager
 def saving(target: Path, num_bytes: int = 0) -> Iterator[None]:
-    """Turns an error of the system into a SaveError."""
+    """Turn an OSError into a SaveError."""
     try:
         yield
     except OSError as error:

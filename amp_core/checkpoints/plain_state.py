@@ -241,7 +241,7 @@ def to_plain(
 
 
 def is_same(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for tensors that show the same memory in the same way."""
+    """Equal for tensors that view the same memory in the same way."""
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 

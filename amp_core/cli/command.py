@@ -43,7 +43,7 @@ _WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "3000", "KMP_BLOCKTI
 
 
 def limit_spinning() -> None:
-    """Let OpenMP's threads sleep when they have waited for 0.1 ms, in this process and in those that it starts.
+    """Let OpenMP's threads sleep after waiting for 0.1 ms, in this process and in those that it starts.
 
     By default they spin for much longer. Where another process holds one of the cores, each parallel region then waits
     until the scheduler takes a spinning thread away, so that a run takes many times as long. Sleeping immediately would
@@ -69,7 +69,7 @@ def answering(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 
 
 def say_error(refused: RunError) -> None:
-    """Print each problem on its own line; nothing where another rank prints it."""
+    """Print each problem on its own line, on one rank only."""
     if problems := getattr(refused, "problems", str(refused).splitlines()):
         lines = [shown(redact_typed(problem)) for problem in problems[:MOST_LINES]]
         lines = [line if len(line) < LONGEST else f"{line[:LONGEST]}..." for line in lines]

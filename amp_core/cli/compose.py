@@ -84,7 +84,7 @@ def use_config_dir(folder: str) -> None:
 
 
 def check_config_dirs() -> None:
-    """Raises ConfigError where two names in all folders are one, or one is no file, which Hydra skips."""
+    """Raise ConfigError if a name is in two folders, or is no file, which Hydra would skip."""
     first: dict[str, Path] = {}
     for folder in config_dirs() if config_dirs()[1:] else ():
         for file in (*folder.glob("*/*.yaml"), *folder.glob("recipe/*.py")):
@@ -183,7 +183,7 @@ _OF_HYDRA = {
 
 
 def _check_hydra(hydra: Any) -> None:
-    """Raises ConfigError where a file has changed what is not used of Hydra."""
+    """Raise ConfigError if a file has changed parts of Hydra that are not used here."""
     values: Any = OmegaConf.to_container(hydra, resolve=False)
     for key, ours in _OF_HYDRA.items():
         node, _, leaf = key.rpartition(".")
@@ -275,7 +275,7 @@ def _check_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_options_of_another(group: str, file: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
-    """`schedule.name=StepLR` alone leaves the options of warmup_cosine, which somebody did not type, in its file."""
+    """`schedule.name=StepLR` alone leaves the options of warmup_cosine, which were not typed, in its file."""
     node = values[group]
     if isinstance(node, dict) and isinstance(node.get("options"), dict) and node.get("name") != file["name"]:
         for key, value in file["options"].items():
@@ -321,7 +321,7 @@ class Sweep:
     jobs: list[list[str]]
     """The overrides of every job; for sweepers that choose their jobs, the first and the last values of their space."""
     num_parallel: int | None
-    """Jobs at a time on this machine; None: a scheduler's business."""
+    """Jobs at a time on this machine; None: a scheduler decides."""
     is_dry: bool = False
     """Whether all jobs are dry runs."""
 

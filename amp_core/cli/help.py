@@ -58,7 +58,7 @@ BY_NAME = {
 
 
 def help_text(topics: list[str] | None = None) -> str:
-    """The screen of all groups and keys, or what there is to say about groups, options, keys or `sweep`."""
+    """The screen of all groups and keys, or the text about groups, options, keys or `sweep`."""
     text = "\n\n".join(_topic(topic) for topic in topics) if topics else _screen()
     return text.replace("python train.py", program()).replace("python scripts/report.py", tool("report"))
 

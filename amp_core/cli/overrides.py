@@ -1,4 +1,4 @@
-"""Overrides as people type them: what each means to Hydra, and what to type instead of one that means nothing."""
+"""Overrides as people type them: what each means to Hydra, or what to type instead."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _meant_by(text: str, multirun: bool, problems_of: Problems | None) -> str:
 
 
 def _sound_form(override: Override, multirun: bool) -> list[str]:
-    """An override as Hydra takes it; nothing when it asks for what is so anyway.
+    """An override as Hydra takes it; nothing if it already holds.
 
     ConfigError says what to type instead; KeyError: there is no such key.
     """
@@ -281,7 +281,7 @@ def _without(group: str) -> str | None:
 
 
 def _off(key: str) -> str:
-    """How to do without a key or a group."""
+    """How to switch a key or a group off."""
     if key in groups() and (option := _without(key)):
         return f"use {key}={option}"
     return f"use {key}=null" if type(None) in get_args(typed_keys().get(key)) else "leave it out"

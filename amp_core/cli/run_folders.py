@@ -53,7 +53,7 @@ def check_run_dir(run_dir: str, cfg: Config) -> None:
     if problems := list(_check_names(folder)):
         raise ConfigError([f"run_dir={run_dir}: {problem}" for problem in problems])
     nodes = cfg.layout.nodes
-    # Of several machines one has the lock; a machine that comes back finds it taken by its own run.
+    # One of several machines has the lock; a returning machine finds it taken by its own run.
     if is_locked(folder) and (nodes is None or nodes[1] == 1):
         raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")
     stored = stored_config(folder)
@@ -160,7 +160,7 @@ def _is_left(path: Path) -> bool:
 
 
 def is_finished(run_dir: str, cfg: Config) -> bool:
-    """Whether the folder holds the finished run of just these settings."""
+    """Whether the folder holds a finished run with exactly these settings."""
     stored = stored_config(run_dir)
     free = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "resume"}
     free |= {"eval.at_start"}

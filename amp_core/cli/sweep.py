@@ -1,4 +1,4 @@
-"""What a sweep knows of its jobs: a record of each in the sweep's folder, processes for jobs, the table at the end.
+"""The state of a sweep's jobs: a record of each in the sweep's folder, processes for jobs, the table at the end.
 
 Records lie in `<sweep>/.jobs/<folder of the run>.json`, written when a job ends, by whichever process had it. A file
 `stop` beside them says that the sweep was asked to end: no job begins any more, and those that run are passed the
@@ -42,7 +42,7 @@ class Record:
     """finished, diverged, preempted, failed or refused (a configuration that cannot run); or not started."""
     exit_code: int | None = None
     metric: str | None = None
-    """What the recipe calls best."""
+    """The recipe's best metric."""
     value: float | None = None
     seconds: float | None = None
     """Duration of the run; of a resumed one, since it was resumed."""
@@ -93,7 +93,7 @@ def records_of(sweep_dir: Path, jobs: Iterable[tuple[str, Sequence[str]]]) -> li
 
 
 def first_line(error: str | None) -> str | None:
-    """What of an error fits into a table: its first line, or the last one of a traceback."""
+    """The part of an error for the table: its first line, or the last one of a traceback."""
     lines = [line.strip() for line in (error or "").splitlines() if line.strip()]
     if not lines:
         return None

@@ -1,4 +1,4 @@
-"""The words of other programs for what is called otherwise here, and the reasons where there is no such setting."""
+"""Other programs' names for settings that have another name here, and why some do not exist here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HYDRA = {
     **dict.fromkeys(("hydra/job_logging", "hydra/hydra_logging"), "log= sets what is logged; use log=none to be quiet"),
     "hydra/callbacks": "a callback names a class (_target_), and a config never runs code; leave it out",
 }
-"""What people set of Hydra, why it is not used here, and what to type instead."""
+"""Settings of Hydra that are not used here, why, and what to type instead."""
 MEANT = {group: {word: ours for ours, said in names.items() for word in said.split()} for group, names in {
     "amp": {
         "fp16": "16 16-mixed fp16-mixed float16 half true on mixed", "fp32": "32 32-true float32 float full no false",

@@ -75,7 +75,7 @@ def merged(net: nn.Module) -> dict[str, Tensor]:
     for name, adapter in adapted.items():
         layer, delta = adapter.base_layer, adapter.get_delta_weight("default").float()
         weight = layer.weight.float()
-        if not layer.weight.is_floating_point():  # an identity shows what a quantised layer multiplies with
+        if not layer.weight.is_floating_point():  # the output for an identity is the weight of a quantised layer
             eye = torch.eye(layer.in_features, device=layer.weight.device)
             weight = (layer(eye) - layer(0 * eye[:1])).T.float()
         # peft's is transposed already.

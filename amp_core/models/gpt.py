@@ -18,7 +18,7 @@ from amp_core.models.packed import causal_mask
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 POSITIONS = ("learned", "rope", "alibi")
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
-"""The approximation of GELU: GPT-2 has the one by a hyperbolic tangent."""
+"""The approximation of GELU; GPT-2 has tanh."""
 
 
 def position_ids(length: int, *, offset: int = 0, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from amp_core.models.family import Family, ImageShape, check_count, check_probab
 
 def top_class(logits: Tensor) -> dict[str, Tensor]:
     """The most probable class of each row of logits [B, K] and its probability, and the first five of both, in fp32."""
-    # Stable: of equal ones the first, as argmax has it.
+    # Stable: the first of equal ones, as argmax.
     found = torch.sort(logits.float().softmax(1), dim=1, descending=True, stable=True)
     numbers, probabilities = found.indices[:, :5], found.values[:, :5]
     first = {"class": numbers[:, 0], "probability": probabilities[:, 0]}

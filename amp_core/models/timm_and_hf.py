@@ -44,7 +44,7 @@ def import_library(library: str, name: str, extra: str) -> Any:
 
 
 def _taking(options: Iterable[str], build: Builder) -> Builder:
-    """`build` with a signature that says which options it takes."""
+    """`build` with a signature that lists its options."""
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in options]
     build.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
     return build

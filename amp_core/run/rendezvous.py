@@ -54,7 +54,7 @@ class WorkerStore:
         missing, end = set(range(1, int(os.environ["WORLD_SIZE"]))), time.monotonic() + self._seconds
         while missing:
             for other in sorted(missing):
-                if store.check([f"{other}"]):  # of this attempt, or left by one that is over
+                if store.check([f"{other}"]):  # of this attempt, or left by an earlier one
                     store.set(store.get(f"{other}").decode(), own)
                 if store.check([f"{own}/{other}"]):
                     missing.remove(other)

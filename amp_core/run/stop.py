@@ -117,12 +117,12 @@ class Stop:
             self.code = self.code or 128 + each
 
     def _arrivals(self, number: int) -> list[int]:
-        """Signals that came since the last look, in their order."""
+        """Signals since the last call, in order."""
         if self._pipe is None:
             return [number]
         arrived: list[int] = []
         with contextlib.suppress(BlockingIOError):
-            arrived = [each for each in os.read(self._pipe, 4096) if each in SIGNALS]  # others have handlers, too
+            arrived = [each for each in os.read(self._pipe, 4096) if each in SIGNALS]  # other handlers write here, too
         if not arrived:
             return [] if number in self._arrived else [number]
         self._arrived = arrived

@@ -30,7 +30,7 @@ _BAR_LINES = (_WHOLE, "{n_fmt}/{total_fmt} {remaining} left", "{n_fmt}/{total_fm
 """What a terminal shows of the progress: the first that fits."""
 _LEAST_BAR = 6
 _FIRST_TO_GO = ("lr", "none skipped", "loss_scale", "data_wait", "samples_per_second", "skipped", "loss")
-"""Facts that a narrow terminal does without, in this order."""
+"""Facts that are left out on a narrow terminal, in this order."""
 LARGE_WAIT = 0.1
 """A share of the time spent waiting for data that the progress line mentions."""
 

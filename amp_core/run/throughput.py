@@ -81,7 +81,7 @@ def flops_per_token(net: nn.Module, length: int) -> int | None:
 
 
 def throughput(loop: Loop) -> Callable[[float], dict[str, Any]]:
-    """What a log line says of samples per second over all ranks: of text also tokens per second, and MFU.
+    """The numbers of a log line from samples per second over all ranks: for text also tokens per second, and MFU.
 
     Tokens are those that the network reads, padding too. MFU is null where the FLOPs or the peak are not known.
     """
