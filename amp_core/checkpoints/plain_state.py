@@ -267,7 +267,7 @@ def copied(value: Any) -> Any:
 
 
 class Copies:
-    """Copies of tensors in host memory that the next save uses again; pinned for what comes from a GPU."""
+    """Host memory for copies of tensors, reused by the next save; pinned for copies from a GPU."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []  # in the order of their use
@@ -276,7 +276,7 @@ class Copies:
         self._on_their_way: list[torch.cuda.Event] = []
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Makes and writes memory for copies of such tensors; they may be on the device meta."""
+        """Allocate and touch memory for copies of such tensors, which may be on the device meta."""
         self._buffers += [_host_memory(tensor).zero_() for tensor in tensors]
 
     def begin(self) -> None:
@@ -285,7 +285,7 @@ class Copies:
             self._free.setdefault(_kind(buffer, buffer.is_pinned()), deque()).append(buffer)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy that is there after `wait`."""
+        """A copy that is complete after `wait`."""
         free = self._free.get(_kind(tensor, tensor.is_cuda))
         buffer = free.popleft() if free else _host_memory(tensor)
         self._buffers.append(buffer.copy_(tensor, non_blocking=tensor.is_cuda))
@@ -294,7 +294,7 @@ class Copies:
         return buffer
 
     def end(self) -> None:
-        """From here on the tensors may change, by what their device does next. Forgets buffers that nothing used."""
+        """From here on work queued on their device may change the tensors. Frees buffers that nothing used."""
         self._free.clear()
         for device in self._devices:
             self._on_their_way.append(torch.cuda.Event(blocking=True))
@@ -302,7 +302,7 @@ class Copies:
         self._devices.clear()
 
     def wait(self) -> None:
-        """Waits for what is on its way."""
+        """Wait for pending copies."""
         while self._on_their_way:
             self._on_their_way.pop().synchronize()
 

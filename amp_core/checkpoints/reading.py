@@ -45,7 +45,7 @@ class Ranks:
         problem, told = None, (None, None)
         try:
             told = None, act()
-        except Exception as error:  # whatever it is, the others must not wait for this rank
+        except Exception as error:  # whatever it is: the others must not wait for this rank
             problem = error
             kind = type(error) if type(error) in (SaveError, CheckpointError, CorruptFile, ValueError) else RuntimeError
             name = f"{type(error).__name__}: " if kind is RuntimeError and not isinstance(error, RunError) else ""
@@ -98,7 +98,7 @@ def read(path: str | os.PathLike[str], *, notes: list[str] | None = None, key: s
 
 
 class NoCheckpoint(CheckpointError):
-    """A place that was named holds no checkpoint at all, neither sound nor damaged."""
+    """The given path holds no checkpoint at all, neither sound nor damaged."""
 
 
 def must_find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | None = None, key: str = "") -> Found:
@@ -200,7 +200,7 @@ def _open(folder: Path, select: Select, notes: tuple[str, ...]) -> Found:
 
 
 def _put(contents: dict[str, Any], path: StatePath, value: Any) -> None:
-    """Puts a tensor where the state has None, or what was put there before."""
+    """Put a tensor where the state has None or a meta tensor."""
     inside: Any = contents
     try:
         for key in path[:-1]:

@@ -47,7 +47,7 @@ def assign_shards(
     entries: list[Entry] = []
     mine: list[OwnShard] = []
     numbers: dict[Any, int] = {}
-    layouts: dict[Any, tuple[Slice, int, int]] = {}  # the same for many tensors, and slow to find out
+    layouts: dict[Any, tuple[Slice, int, int]] = {}  # the same for many tensors, and slow to compute
     num_bytes = [0] * num_ranks
 
     def assign(path: StatePath, value: Any, same_as: Any, is_replica: bool) -> bool:

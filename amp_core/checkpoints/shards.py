@@ -87,7 +87,7 @@ def encode(entries: Iterable[Entry]) -> list[dict[str, Any]]:
 
 
 def decode(table: Any) -> list[Entry]:
-    """The inverse of `encode`. CorruptFile: it says something that cannot be, such as shards that overlap."""
+    """The inverse of `encode`. CorruptFile: an impossible table, such as shards that overlap."""
     try:
         entries = [
             Entry(
@@ -115,7 +115,7 @@ def decode(table: Any) -> list[Entry]:
 
 
 def _a(value: Any, *types: type) -> Any:
-    if type(value) not in types:  # no bool where an int belongs
+    if type(value) not in types:  # an int, not a bool
         raise TypeError
     return value
 
@@ -136,7 +136,7 @@ def check(entry: Entry) -> None:
 
 
 def by_file(entries: Iterable[Entry]) -> dict[str, list[tuple[Entry, Shard]]]:
-    """What each file holds, in order."""
+    """The contents of each file, in order."""
     found: dict[str, list[tuple[Entry, Shard]]] = {}
     for entry in entries:
         for shard in entry.shards:

@@ -67,11 +67,11 @@ class WorkerStore:
         self._attempt.set(key, text)
 
     def get(self, key: str) -> str:
-        """Waits until some rank has set it."""
+        """Wait until a rank has set it."""
         return self._attempt.get(key).decode()
 
     def first(self, key: str, text: str) -> str:
-        """What the first attempt set."""
+        """The value that the first attempt set."""
         return self._all.compare_set(f"amp_recipes/{key}", "", text).decode()
 
     def for_process_group(self) -> dist.Store:
@@ -99,7 +99,7 @@ def worker_store(timeout_minutes: float | None = None) -> WorkerStore:
 
 
 def _end_without_launcher(has_met: threading.Event) -> None:
-    """While a worker waits for a store that its launcher may have taken with it; later `Stop` looks after it."""
+    """While a worker waits for a store that may have died with its launcher; later `Stop` watches the launcher."""
     launcher = _launcher or os.getppid()
     while not has_met.wait(0.2):
         if os.getppid() != launcher:

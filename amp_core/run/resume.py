@@ -1,4 +1,4 @@
-"""Where a run stands: what is saved of it besides its parts, and what is compared or made again when it resumes."""
+"""The progress of a run: what is saved besides its parts, and what is compared or restored when it resumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def progress_of(loop: Loop) -> dict[str, Any]:
         "samples_per_step": loop.feed.samples_per_step,
         "planned_samples": loop.planned_samples,
         "skipped_of": {of: int(meter.num_skipped) for of, meter in loop.metrics.meters.items() if of},
-        "averaged": 0,  # version 0.1 expects it, also where there is no average that counts
+        "averaged": 0,  # version 0.1 expects it, also without an average
         "islands": loop.islands,
         "classes": loop.classes,
         "meters": loop.metrics.states(loop.env.host_group),
@@ -86,7 +86,7 @@ def open_checkpoint(loop: Loop) -> Checkpoint:
 
 
 def _settings_of(old: Mapping[str, Any], cfg: Config) -> str:
-    """The settings that the parts of a checkpoint were made with, to type where they differ."""
+    """The settings that the parts of a checkpoint were made with, as overrides, where they differ."""
     now, may_change = cfg.to_dict(), set(MAY_CHANGE)
     if not any(change.startswith(_MAKE_PARTS) for change in differences(old, now)):
         return ""
@@ -178,7 +178,7 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
 
 
 def is_finished(loop: Loop) -> bool:
-    """Whether a run with all its steps done has its result, too: then nothing is computed."""
+    """Whether a run with all steps done has its evaluation, too: then nothing is computed."""
     env = loop.env
     before: dict[str, Any] | None = env.folder.before
     if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):

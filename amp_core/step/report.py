@@ -1,4 +1,4 @@
-"""What a step reports, and what a rehearsed window saw."""
+"""The reports of a step and of a rehearsed window."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Schedule:
         self._take_in_groups()
 
     def _take_in_groups(self) -> None:
-        """Schedule the groups that were added. ValueError: the scheduler is not made for as many; they are gone."""
+        """Schedule groups that were added. ValueError: the scheduler does not take as many; they are removed again."""
         num = len(self._peaks)
         peaks = [*self._peaks, *map(_peak, self._holder.param_groups[num:])]
         try:
@@ -153,7 +153,7 @@ class Schedule:
         self._apply(int(state["num_taken"]))
 
     def counters(self) -> dict[str, int]:
-        """Whether the last step moved the rate: a log line may come before the next one. Waits for the device."""
+        """Whether the last step changed the rate: a log line may come before the next step. Waits for the device."""
         return {"moved": 0 if self.last_taken is None else int(self.last_taken.item())}
 
     def load_counters(self, progress: Mapping[str, Any]) -> None:
@@ -247,7 +247,7 @@ def _after_warmup(curve: Callable[[float, float], float]) -> Callable[..., LRSch
 
 
 def _check_shares(final: float, **shares: float) -> None:
-    """ValueError: phases are no shares of the length, which a table of a few steps need not show."""
+    """ValueError: phases are no shares of the length, which a table of few steps may not show."""
     if not (min(shares.values()) >= 0 and sum(shares.values()) <= 1):
         raise ValueError(f"{' and '.join(shares)} are shares of the length, from 0 to 1 together")
     if not 0 <= final < math.inf:
