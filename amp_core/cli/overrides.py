@@ -113,6 +113,8 @@ def check_overrides(
             continue
         if override is None or not override.key_or_group:
             how = ", without spaces" if " =" in f" {text}" or "= " in text else ", lists in quotes: 'key=[a,b]'"
+            if re.search(r"""[{,]\s*["'][^"',]*["']\s*:""", text):
+                how = ", names before a colon without quotes: 'key={a:b}'"
             problems.append(f"{text!r}: cannot be read; expected key=value{how}")
             continue
         try:

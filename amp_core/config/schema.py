@@ -256,8 +256,8 @@ class OptimizerConfig:
     package: str | None = None
     """A package that `name` may be imported from, besides those known to work."""
     groups: list[dict[str, Any]] | None = None
-    """Settings of some weights: `match`, the names of weights or modules (a glob), and lr, weight_decay or options. The
-    first that matches holds; norms and biases never decay."""
+    """Settings of some weights: `match`, the names of weights or modules (a glob), beside it lr, weight_decay or others
+    of the class. The first that matches holds; norms and biases never decay."""
     layer_decay: float | None = None
     """Multiplies the learning rate once per layer, from the last to the first; null: one rate."""
 

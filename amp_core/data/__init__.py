@@ -16,9 +16,6 @@ __all__ = ["Batches", "Data", "Dataset", "EvalLoader", "Key", "build_data", "to_
 
 
 _MODULES: dict[str, str] = dict.fromkeys(("shards", "parquet", "hf"), "stored")
-_FACTS: dict[str, tuple[str, ...]] = {"images": ("num_classes", "image_shape"), "text": ("vocab_size", "length")}
-_FACTS["table"] = ("num_numbers", "cardinalities", "num_outputs")
-"""Of a kind of data, those from which its networks are built."""
 
 
 def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:
@@ -62,11 +59,9 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
 
 def _own(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     from amp_core.config.options import load_own  # other runs need none of it
+    from amp_core.data.own import check_own
 
     module = load_own("data", cfg.name, OWN_PARTS)
     data = module.build(cfg, seed, channels)
-    if not isinstance(data, Data):
-        raise ConfigError(f"{module.__file__}: build returns {type(data).__name__}; expected amp_core.data.Data")
-    if lacks := [fact for fact in _FACTS.get(kind_of(cfg.name), ()) if fact not in data.facts]:
-        raise ConfigError(f"{module.__file__}: its facts have no {lacks[0]}, which networks are built from")
+    check_own(data, module.__file__, kind_of(cfg.name), seed)
     return data

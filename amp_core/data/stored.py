@@ -142,7 +142,11 @@ def _numbered(labels: Sequence[Any], what: str) -> tuple[NDArray[np.int64], list
             raise ConfigError(f"{what}: has the label {bad[0]}; expected from 0 to below {_MOST_CLASSES:,}")
         return np.array(labels, dtype=np.int64), list(map(str, range(max(labels) + 1)))
     if kinds != {str}:
-        raise ConfigError(f"{what}: labels are numbers and text; expected one of them")
+        number, text = (next(label for label in labels if isinstance(label, kind)) for kind in (int, str))
+        raise ConfigError(
+            f"{what}: has the labels {number} and {visible(text)!r}; expected whole numbers below {_MOST_CLASSES:,} in "
+            f"all samples, or text"
+        )
     names = sorted(set(labels))
     numbers = {name: number for number, name in enumerate(names)}
     return np.array([numbers[label] for label in labels], dtype=np.int64), names

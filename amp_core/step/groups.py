@@ -35,19 +35,20 @@ def weight_groups(cfg: OptimizerConfig, nets: Iterable[nn.Module]) -> list[dict[
             if not param.requires_grad:
                 continue
             name = name.replace("_orig_mod.", "")
-            number = next((n for n, group in enumerate(given) if _matches(name, group["match"])), None)
+            number = next((n for n, group in enumerate(given) if _matches(name, str(group["match"]))), None)
             used.add(number)
             own = {} if number is None else {key: value for key, value in given[number].items() if key != "match"}
             rate = own.get("lr", cfg.lr) * (cfg.layer_decay or 1.0) ** (last - layers.get(name, last))
             decay = own.get("weight_decay", cfg.weight_decay) if param.ndim >= 2 else 0.0
             settings = {**own, "lr": rate, "weight_decay": decay}
             found.setdefault((number, rate, decay), {**settings, "params": []})["params"].append(param)
-    if unused := [group["match"] for number, group in enumerate(given) if number not in used]:
+    if unused := [str(group["match"]) for number, group in enumerate(given) if number not in used]:
+        trained = [name for net in nets for name, param in net.named_parameters() if param.requires_grad]
+        if any(_matches(name.replace("_orig_mod.", ""), unused[0]) for name in trained):
+            raise ConfigError(f"optimizer.groups: earlier groups have all that {unused[0]} matches; put it before them")
         modules = (name for net in nets for name, _ in net.named_modules() if name)
-        raise ConfigError(
-            f"optimizer.groups: {unused[0]} matches no weight that is trained, or an earlier group has them all. "
-            f"{suggest(str(unused[0]).removesuffix('.*'), modules)}"
-        )
+        hint = suggest(unused[0].removesuffix(".*"), modules)
+        raise ConfigError(f"optimizer.groups: {unused[0]} matches no weight that is trained. {hint}")
     return sorted(found.values(), key=lambda group: group["lr"] != cfg.lr)
 
 
@@ -89,10 +90,13 @@ def check_groups(cfg: OptimizerConfig, options: list[str]) -> list[str]:
         return [f"optimizer.{key}: Muon has two groups of its own; leave it out, or use another optimizer"]
     for number, group in enumerate(cfg.groups or []):
         key = f"optimizer.groups[{number}]"
-        if not isinstance(group.get("match"), str):
+        if type(group.get("match")) not in (str, int):  # 15 is the name of a layer of an nn.Sequential
             problems.append(f"{key}: has no match; expected the names of its weights, such as {{match: 'head.*'}}")
         problems += [
-            f"{key}.{each}: {cfg.name} has no such option. {suggest(each, valid)}" for each in group.keys() - valid
+            f"{key}.options: write what is in it beside match, such as {{match: 'head.*', lr: 1.0e-3}}"
+            if each == "options"
+            else f"{key}.{each}: {cfg.name} has no such option. {suggest(each, valid)}"
+            for each in group.keys() - valid
         ]
         for each in ("lr", "weight_decay"):
             value = group.get(each, 1.0)

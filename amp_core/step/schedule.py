@@ -315,6 +315,8 @@ class _Sequential:
     """Schedules one after another, each as if it were alone over its share of the horizon; the last has the rest."""
 
     def __init__(self, parts: list[dict[str, Any]]) -> None:
+        if any("options" in part for part in parts):
+            raise ValueError("write what is in options beside the name of the part")
         self._shares = [part.get("share", 0.0) for part in parts]
         values = ({k: v for k, v in part.items() if k not in ("name", "share")} for part in parts)
         configs = [ScheduleConfig(str(part["name"]), None, own) for part, own in zip(parts, values, strict=True)]

@@ -160,7 +160,7 @@ DAMAGED = {
     "lacks": "0004: has no label; expected parts cls and one of jpg",
     "label": "has the label -1; expected from 0",
     "large label": "0000: its cls has 300 bytes; expected a class",
-    "mixed": "labels are numbers and text",
+    "mixed": "has the labels",
     "nothing": "has no images with labels",
     "cut": "is cut off in 0000.png",
     "header": "damaged",
@@ -251,6 +251,10 @@ SAID = {
     "dry_run=true": (OWN.replace('"images"', '"pictures"'), "mine.py: KIND=pictures: Valid: identities, images"),
     "seed=1": (OWN.replace("def build", "def built"), "mine.py: is no data set: AttributeError: it has no build"),
     "data.options.sound=false": (OWN.replace('"num_classes": 4, ', ""), "its facts have no num_classes"),
+    "seed=2": (OWN.replace('"num_classes": 4', '"num_classes": 3'), "of class 0 to 3; its facts have num_classes=3"),
+    "seed=3": (OWN.replace("(1, 8, 8)}", "(3, 8, 8)}"), "images (1, 8, 8); its facts have image_shape=(3, 8, 8)"),
+    "seed=4": (OWN.replace("Noise(), {", "[], {"), "mine.py: its part eval has no samples"),
+    "seed=5": (OWN.replace("(1, 8, 8)}", "64}"), "image_shape=64; expected (channels, height, width)"),
     "recipe=language_model": (OWN, "data=mine: holds images, the recipe takes text"),
 }
 
@@ -263,6 +267,7 @@ def test_a_data_set_of_ones_own_is_a_file_beside_its_yaml(line: str, own_folder:
     (own_folder / "conf" / "data" / "mine.yaml").write_text("# Mine, of noise.\ndefaults: [own]\nname: mine\n")
     small = ["device=cpu", "steps=2", "batch_size=4", "model.options.width=8", "run_dir=a"]
     flags = small if "language_model" not in line else []
+    flags += ["data.options.sound=true"] * line.startswith("seed=")
     assert train.main(["--config-dir=conf", "data=mine", *flags, *line.split()]) == (2 if said else 0)
     assert said in capsys.readouterr().err
     assert train.main(["--config-dir=conf", "--help", "data"]) == 0 and "Mine, of noise." in capsys.readouterr().out
