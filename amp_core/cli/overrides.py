@@ -19,8 +19,8 @@ from hydra.core.plugins import Plugins
 
 from amp_core.cli.command import program
 from amp_core.cli.run_folders import check_place
-from amp_core.cli.words import HYDRA, MEANT, REASONS, WORDS
-from amp_core.config.checks import tag_of_timm
+from amp_core.cli.words import HYDRA, MEANT, OF_PACKAGES, REASONS, WORDS
+from amp_core.config.checks import of_detection, tag_of_timm
 from amp_core.config.errors import SAME, ConfigError, is_misspelt, suggest
 from amp_core.config.options import choices, conf_dir, config_dirs, read_option
 from amp_core.config.parse import group_of, hints_of
@@ -231,6 +231,14 @@ def _check_option(group: str, option: Any) -> None:
         raise ConfigError(f"{found} {meant}")
     if group == "layout" and word in ("zero", "zero1"):
         raise ConfigError(f"{found} Did you mean layout=ddp layout.shard_optimizer=true?")
+    if group == "optimizer" and word in OF_PACKAGES:
+        raise ConfigError(f"{found} Did you mean optimizer.name={OF_PACKAGES[word]}?")
+    if group == "data" and word in ("ljspeech", "librispeech", "wav", "wavs", "common_voice", "audio_folder"):
+        raise ConfigError(
+            f"{found} recipe=speech makes its data; recordings need a recipe of yours: docs/YOUR_OWN_MODEL.md"
+        )
+    if group == "recipe" and (problem := of_detection(word)):
+        raise ConfigError(f"{found} {problem}")
     if group in FREE and (name := _name_in_torch(group, word)):
         raise ConfigError(f"{found} {name}")
     more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""

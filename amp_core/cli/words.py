@@ -72,14 +72,20 @@ WORDS = {word: ours for ours, words in {
     "layout.rdzv_endpoint": "master_addr master_port dist_url init_method", "clip": "clip.type clip.mode",
     "data.path data.eval_path": "train_path val_path train_dir val_dir data_path", "layout": "ddp fsdp distributed",
     "log.wandb_project": "project wandb_project", "save_every eval_every log_every": "save",
-    "ema.decay": "beta model_ema ema_decay",
+    "ema.decay": "beta model_ema ema_decay", "data.erasing": "random_erasing reprob re_prob random_erase",
+    "data.augment": "aa auto_augment autoaugment rand_augment trivial_augment color_jitter",
+    "data.like": "crop_pct interpolation", "optimizer.groups": "param_groups parameter_groups",
+    "export.to": "export.format export.target",
 }.items() for word in words.split()}  # fmt: skip
 """What other projects call our keys and groups."""
 REASONS = {
     **dict.fromkeys(("num_classes", "in_channels", "vocab_size"), "the data set knows it; leave it out"),
     "shuffle": "training data is shuffled by the seed, evaluation data never; leave it out",
     **dict.fromkeys(("transforms", "transform", "augmentation"), "use data.augment=true or false"),
-    **dict.fromkeys(("normalize", "mean", "std"), "each data set is normalised by statistics of its own; leave it out"),
+    **dict.fromkeys(
+        ("normalize", "mean", "std"),
+        "each data set is normalised by statistics of its own, or by those of data.like=timm:<name>; leave it out",
+    ),
     **dict.fromkeys(("split", "val_split"), "the data set says what it is evaluated on (--help data); leave it out"),
     **dict.fromkeys(("download", "auto_download"), "nothing is downloaded; data.path names what you have"),
     **dict.fromkeys(("pin_memory", "persistent_workers"), "always on where it helps; leave it out"),
@@ -116,3 +122,9 @@ REASONS = {
     **dict.fromkeys(("enabled", "autocast"), "a mode is chosen: use amp=fp32 for none"),
 }
 """Keys that are no settings here, whole or their last parts, and why."""
+OF_PACKAGES = {
+    **dict.fromkeys(("schedulefree", "schedule_free", "adamwschedulefree"), "schedulefree.AdamWScheduleFree"),
+    "lion": "timm.optim.Lion", "lamb": "timm.optim.Lamb", "adan": "timm.optim.Adan", "adopt": "timm.optim.Adopt",
+    "lars": "timm.optim.Lars", "sgdschedulefree": "schedulefree.SGDScheduleFree",
+}  # fmt: skip
+"""Optimizers of packages by the names that people type, and what `optimizer.name` calls them."""

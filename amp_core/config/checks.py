@@ -25,7 +25,7 @@ PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
 DECODED = ("image_folder", "imagenet")
 """Those of files, which a GPU decodes."""
 PACKAGES = {"torchvision": (*DECODED, "cifar10"), "PIL": ("mask_folder", "identity_folder", "records")}
-PACKAGES |= {"datasets": ("hf",), "pyarrow": ("parquet",)}
+PACKAGES |= {"datasets": ("hf",), "pyarrow": ("parquet",), "pycocotools": ("coco",)}
 """Packages that read images, and the data sets that need them."""
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Those of torchvision's ImageFolder, which cannot be asked without importing torch."""
@@ -53,7 +53,7 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
     problems = [*_check_use(cfg), *_check_exclude(cfg), *check_augment(cfg)]
     for package, names in PACKAGES.items():
         if cfg.name in names and package_folder(package) is None:
-            extra = {"datasets": "shards", "pyarrow": "text"}.get(package, "vision")
+            extra = {"datasets": "shards", "pyarrow": "text", "pycocotools": "coco"}.get(package, "vision")
             problems.append(f"data={cfg.name} needs the package {package}: pip install 'amp-recipes[{extra}]'")
     if not any(problem.startswith("data.path") for problem in problems):
         problems += _DATA_SETS[cfg.name].check(cfg)
@@ -101,6 +101,13 @@ def tag_of_timm(name: str) -> str | None:
         f"Did you mean model=timm model.name={name}? Its pretrained weights are loaded by model.weights=<file or "
         f"folder> that you have downloaded"
     )
+
+
+def of_detection(name: str) -> str | None:
+    """What to do about the name of a detector, of which there is no recipe; None: it is none."""
+    if re.match(r"(faster|mask|keypoint)_?rcnn|retinanet|ssd(lite)?\d|fcos|detr|yolo|(object_)?detect", name) is None:
+        return None
+    return "Detectors have no recipe; put the core into their own loop: docs/YOUR_OWN_MODEL.md, a loop of your own"
 
 
 def mnist_file() -> Path | None:
@@ -410,6 +417,14 @@ def _check_mask_folder(cfg: DataConfig) -> Iterator[str]:
     yield from _check_parts(cfg, parts, f"expected a folder with {', '.join(parts)}", check)
 
 
+def _check_coco(cfg: DataConfig) -> Iterator[str]:
+    if cfg.path is None:
+        yield "data.path=null: expected a json of COCO's instances, such as annotations/instances_train2017.json"
+    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
+        if path is not None and not Path(path).expanduser().is_file():
+            yield f"data.{key}={path}: there is no such file; expected a json of COCO's instances"
+
+
 def dejavu_files() -> list[Path]:
     """The DejaVu faces inside the package matplotlib, which is not imported; without those of a few large letters."""
     folder = package_folder("matplotlib")
@@ -479,6 +494,7 @@ _DATA_SETS = {
     "brain": _DataSet(check=_check_brain),
     "digit_scenes": _DataSet(needs=("image_size", "num_samples"), check=_check_digit_scenes),
     "mask_folder": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_mask_folder),
+    "coco": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_coco),
     "glyphs": _DataSet(takes=("image_size",), check=_check_glyphs),
     "identity_folder": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),
     "records": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),

@@ -85,7 +85,8 @@ SAME = {
     **dict.fromkeys(("step_lr", "steplr"), "step"), "cosine_annealing": "warmup_cosine",
     **dict.fromkeys(("fsdp2", "deepspeed", "zero3"), "fsdp"), "mnist": "mnist_subset",
     **dict.fromkeys(("webdataset", "wds", "tar"), "shards"), **dict.fromkeys(("datasets", "huggingface"), "hf"),
-    "imagefolder": "image_folder",
+    "imagefolder": "image_folder", **dict.fromkeys(("csv", "tabular"), "table"),
+    **dict.fromkeys(("regression", "tabular_regression"), "supervised"),
 }  # fmt: skip
 """Other programs' names of settings that have another name here."""
 

@@ -14,7 +14,7 @@ KINDS = {
     "chat": "text",
     "brain": "masks", "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities",
     "identity_folder": "identities", "records": "identities", "synthetic_identities": "identities", "own": "own",
-    "shards": "images", "hf": "images", "parquet": "images", "table": "table",
+    "shards": "images", "hf": "images", "parquet": "images", "table": "table", "coco": "masks",
 }  # fmt: skip
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images, the
 rows of a `table`; `own` is what a recipe brings itself."""

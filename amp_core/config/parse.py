@@ -60,6 +60,9 @@ def _fits(value: Any, kind: Any) -> bool:
 IN_WORDS = {
     "resume": {"True": "last", "False": "never", "None": "never"},
     "model.weights": {"True": "default", "False": "null"},
+    "export.to": dict.fromkeys(("torchscript", "jit", "script", "torch.export", "torch", "pt"), "pt2")
+    | dict.fromkeys(("tensorrt", "trt", "openvino", "tflite", "coreml"), "onnx, which its converter reads")
+    | {"huggingface": "hf", "transformers": "hf", "lora": "peft"},
 }
 """What was meant by values of a key that is text."""
 

@@ -15,7 +15,7 @@ from amp_core.data.loading import Batches, EvalLoader, to_device
 __all__ = ["Batches", "Data", "Dataset", "EvalLoader", "Key", "build_data", "to_device"]
 
 
-_MODULES: dict[str, str] = dict.fromkeys(("shards", "parquet", "hf"), "stored")
+_MODULES: dict[str, str] = dict.fromkeys(("shards", "parquet", "hf"), "stored") | {"coco": "coco"}
 
 
 def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:

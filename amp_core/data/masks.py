@@ -208,6 +208,25 @@ def _digit_scenes(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+_MEANING = np.full(256, 2, dtype=np.uint8)
+_MEANING[[0, 1, 255, 128]] = 0, 1, 1, VOID
+
+
+def read_mask_file(path: str) -> Pixels:
+    """A mask file as [1, H, W] of 0, 1 and VOID."""
+    values = read_integers(path, path)
+    stored = values.astype(np.uint8)
+    meaning = _MEANING[stored]
+    meaning[stored != values] = 2  # more than 8 bits
+    if (meaning == 2).any():
+        strange = values[meaning == 2][0]
+        raise BadSample(
+            f"the mask {path} has a pixel of {strange}; expected 0, 255 (or 1) for the mask, and 128 for pixels that "
+            f"do not count"
+        )
+    return meaning[None]
+
+
 @dataclass(eq=False)
 class MaskFiles:
     """Image files and mask files. Training: random resized crop (8 to 100 % of the area) and horizontal flip.
@@ -220,6 +239,7 @@ class MaskFiles:
         pairs: (image, mask) paths.
         root: folder below which files are named.
         size: height and width of what is given out.
+        read_mask: what `pairs` names as the mask, to [num_masks, H, W] of 0, 1 and VOID.
     """
 
     pairs: InitVar[Sequence[tuple[str, str]]]
@@ -227,6 +247,8 @@ class MaskFiles:
     augment: bool
     seed: int
     root: str = ""
+    read_mask: Callable[[str], Pixels] = read_mask_file
+    num_masks: int = 1
 
     def __post_init__(self, pairs: Sequence[tuple[str, str]]) -> None:
         self.paths, self._masks = (Paths(pair[i] for pair in pairs) for i in (0, 1))
@@ -251,53 +273,36 @@ class MaskFiles:
         indices, passes = unpack(keys)
         u = uniforms(self.seed, indices, passes, NUM_CROP_UNIFORMS)
         pixels = np.zeros((len(keys), self.size, self.size, 3), dtype=np.uint8)
-        masks = np.full((len(keys), 1, self.size, self.size), VOID, dtype=np.uint8)
+        masks = np.full((len(keys), self.num_masks, self.size, self.size), VOID, dtype=np.uint8)
         for row, index in enumerate(indices):
-            self._read(self.paths[index], self._masks[index], u[row], pixels[row], masks[row, 0])
+            self._read(self.paths[index], self._masks[index], u[row], pixels[row], masks[row])
         return normalised(to_floats(pixels, self.size)), torch.from_numpy(masks)
 
     def _read(self, image_path: str, mask_path: str, u: Numbers, pixels: Pixels, masks: Pixels) -> None:
         from PIL import Image
 
         image = read_image(image_path, image_path)
-        mask = Image.fromarray(_values(mask_path)) if mask_path else Image.new("L", image.size)
-        if image.size != mask.size:
+        shape = (self.num_masks, image.height, image.width)
+        mask = self.read_mask(mask_path) if mask_path else np.zeros(shape, dtype=np.uint8)
+        if mask.shape != shape:
             raise BadSample(
-                f"the mask {mask_path} has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}; "
-                f"expected the same"
+                f"the mask {mask_path} has {mask.shape[2]}x{mask.shape[1]} pixels, its image {image.width}x"
+                f"{image.height}; expected the same"
             )
-        width = height = self.size
+        width, height, box = self.size, self.size, (0, 0, *image.size)
         if self.augment:
             box = random_crop(image.width, image.height, u)
-            image, mask = image.crop(box), mask.crop(box)
         else:
             scale = self.size / max(image.size)
             width, height = (max(1, round(side * scale)) for side in image.size)
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-        mask = mask.resize((width, height), Image.Resampling.NEAREST)
         left, top = (self.size - width) // 2, (self.size - height) // 2
         flip = -1 if self.augment and u[0] < 0.5 else 1
-        pixels[top : top + height, left : left + width] = np.asarray(image)[:, ::flip]
-        masks[top : top + height, left : left + width] = np.asarray(mask)[:, ::flip]
-
-
-_MEANING = np.full(256, 2, dtype=np.uint8)
-_MEANING[[0, 1, 255, 128]] = 0, 1, 1, VOID
-
-
-def _values(path: str) -> Pixels:
-    """A mask file as [H, W] of 0, 1 and VOID."""
-    values = read_integers(path, path)
-    stored = values.astype(np.uint8)
-    meaning = _MEANING[stored]
-    meaning[stored != values] = 2  # more than 8 bits
-    if (meaning == 2).any():
-        strange = values[meaning == 2][0]
-        raise BadSample(
-            f"the mask {path} has a pixel of {strange}; expected 0, 255 (or 1) for the mask, and 128 for pixels that "
-            f"do not count"
-        )
-    return meaning
+        place = (slice(top, top + height), slice(left, left + width))
+        small = image.crop(box).resize((width, height), Image.Resampling.BILINEAR)
+        pixels[place] = np.asarray(small)[:, ::flip]
+        for part, output in zip(mask, masks, strict=True):
+            small = Image.fromarray(part).crop(box).resize((width, height), Image.Resampling.NEAREST)
+            output[place] = np.asarray(small)[:, ::flip]
 
 
 def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:

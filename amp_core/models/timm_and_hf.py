@@ -53,7 +53,11 @@ def _taking(options: Iterable[str], build: Builder) -> Builder:
 def timm_classifier(name: str) -> Builder:
     """The builder of a network of timm: images [B, C, H, W] to logits [B, num_classes]."""
     timm = import_library("timm", name, "timm")
-    if name not in (names := timm.list_models()):
+    base, _, tag = name.partition(".")
+    if tag and f"{base}.{tag}" not in (known := timm.list_pretrained(f"{base}.*")):
+        tags = suggest(tag, [each.partition(".")[2] for each in known])
+        raise ConfigError(f"model.name=timm:{name}: timm {timm.__version__} has no such weights of {base}. {tags}")
+    if base not in (names := timm.list_models()):
         raise ConfigError(f"model.name=timm:{name}: timm {timm.__version__} has no such model. {suggest(name, names)}")
     with torch.device("meta"):
         cls = type(timm.create_model(name, pretrained=False))
