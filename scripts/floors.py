@@ -27,7 +27,7 @@ BUDGETS = {
     "doctor": (4_140, "doctor"),
     "program": (17_023, "config run cli data models train.py"),
     "amp_tools": (4_570, "amp_tools"),
-    "scripts": (5_551, "scripts"),
+    "scripts": (5_609, "scripts"),
     "amp_plugins": (661, "amp_plugins"),
     "amp_conformance": (2_743, "amp_conformance"),
 }

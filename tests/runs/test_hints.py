@@ -224,7 +224,7 @@ MISTAKES = {
     "optimizer.momentum=0.9": "optimizer.options",
     "optimizer.nesterov=true": "optimizer.options",
     "optimizer.eps=1e-6": "Did you mean optimizer.options.eps=1e-6?",
-    "optimizer=Lion": "Lion is no class of torch.optim NO Did you mean",
+    "optimizer=Lion": "Did you mean optimizer.name=timm.optim.Lion?",
     "optimizer=RMSprop": "Did you mean optimizer.name=RMSprop?",
     "optimizer=AdamW": "Did you mean adamw?",
     "optimizer=adam8bit": "Did you mean adamw_8bit?",
