@@ -13,7 +13,7 @@ from pathlib import Path
 
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import read_bytes, visible
-from amp_core.config.kinds import KINDS, OWN_PARTS, check_augment, check_stored, kind_of
+from amp_core.config.kinds import KINDS, OWN_PARTS, check_augment, check_coco, check_stored, kind_of
 from amp_core.config.schema import Config, DataConfig
 
 _OF_TEXT = ("tokenizer", "text_field", "packing", "mix", "train_on")
@@ -417,14 +417,6 @@ def _check_mask_folder(cfg: DataConfig) -> Iterator[str]:
     yield from _check_parts(cfg, parts, f"expected a folder with {', '.join(parts)}", check)
 
 
-def _check_coco(cfg: DataConfig) -> Iterator[str]:
-    if cfg.path is None:
-        yield "data.path=null: expected a json of COCO's instances, such as annotations/instances_train2017.json"
-    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
-        if path is not None and not Path(path).expanduser().is_file():
-            yield f"data.{key}={path}: there is no such file; expected a json of COCO's instances"
-
-
 def dejavu_files() -> list[Path]:
     """The DejaVu faces inside the package matplotlib, which is not imported; without those of a few large letters."""
     folder = package_folder("matplotlib")
@@ -494,7 +486,7 @@ _DATA_SETS = {
     "brain": _DataSet(check=_check_brain),
     "digit_scenes": _DataSet(needs=("image_size", "num_samples"), check=_check_digit_scenes),
     "mask_folder": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_mask_folder),
-    "coco": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_coco),
+    "coco": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=check_coco),
     "glyphs": _DataSet(takes=("image_size",), check=_check_glyphs),
     "identity_folder": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),
     "records": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),

@@ -72,3 +72,11 @@ def check_stored(cfg: DataConfig) -> Iterator[str]:
 def named_columns(cfg: DataConfig) -> dict[str, str]:
     """`data.columns` of data whose columns have a meaning."""
     return cfg.columns if isinstance(cfg.columns, dict) else {}
+
+
+def check_coco(cfg: DataConfig) -> Iterator[str]:
+    if cfg.path is None:
+        yield "data.path=null: expected a json of COCO's instances, such as annotations/instances_train2017.json"
+    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
+        if path is not None and not Path(path).expanduser().is_file():
+            yield f"data.{key}={path}: there is no such file; expected a json of COCO's instances"

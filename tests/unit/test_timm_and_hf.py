@@ -11,15 +11,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from running import refused_before_the_start, state, summary
+from shared import data_config
 from tiers import rows
 from torch import Tensor, nn
 
 import train
 from amp_core.cli.compose import compose
 from amp_core.config.errors import ConfigError
+from amp_core.data import build_data
 from amp_core.heads.losses import give_loss
 from amp_core.memory.recompute import recompute_blocks
 from amp_core.models import Family, build_model, check_model
@@ -455,3 +459,26 @@ def test_the_lines_of_the_page_work_as_typed(capsys: pytest.CaptureFixture[str])
         assert (python, program) == ("python", "train.py")
         assert train.main([*arguments, "device=cpu", "log.progress=false", "steps=2"]) == 0
     assert "weights: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18.a1_in1k", "tf_efficientnet_lite0.in1k", "vit_tiny_patch16_224.augreg_in21k"]
+)
+def test_images_are_prepared_as_timm_evaluates_a_network(name, own_folder):
+    timm = pytest.importorskip("timm", reason="needs the extra timm")
+    for part, (height, width) in itertools.product(("train", "val"), [(60, 43), (45, 91)]):
+        noise = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Path("pets", part, str(height)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise).save(f"pets/{part}/{height}/a.png")
+    ours = build_data(data_config("image_folder", path="pets", image_size=40, like=f"timm:{name}"), seed=0).eval
+    given = timm.data.resolve_data_config(
+        {}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict(), use_test_size=False
+    )
+    theirs = timm.data.create_transform(**given | {"input_size": (3, 40, 40)})
+    images, _ = ours.__getitems__([(0, 0), (1, 0)])
+    for image, path in zip(images, ["pets/val/45/a.png", "pets/val/60/a.png"], strict=True):
+        expected = theirs(Image.open(path))
+        # Both normalise in fp32: x / 255, minus the mean, by the deviation.
+        assert (image - expected).abs().max() <= 4 * torch.finfo(torch.float32).eps * expected.abs().max()
+    with pytest.raises(ConfigError, match=r"timm has no such weights of resnet18\. Did you mean a1_in1k"):
+        build_data(data_config("image_folder", path="pets", image_size=40, like="timm:resnet18.a1_in1"), seed=0)
