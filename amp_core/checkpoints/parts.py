@@ -290,11 +290,7 @@ def first_few(items: list[str], count: int = 3) -> str:
 def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
     """A function that tells which rows of a sharded file's tensor this rank needs: None, all, or its own slice.
 
-    Args:
-        parts: what is to be loaded, by name.
-        states: their states in the file, with placeholders for the tensors.
-
-    The function raises ValueError if the part has no such tensor, or one of another shape.
+    `states` are those of the file, without tensors. ValueError: the part has no such tensor, or one of another shape.
     """
     known: dict[str, Callable[[StatePath], Tensor | None]] = {}
 
@@ -401,8 +397,7 @@ def _arguments(*kinds: type) -> frozenset[str]:
 def _settings(optimizer: Optimizer) -> frozenset[str]:
     """The keys of its groups that are settings: arguments of its constructor, or of torch's usual optimizers.
 
-    All others are state, such as `k` and `weight_sum` of schedulefree, which are among its defaults, and `step` of
-    timm's Lamb, which is not.
+    All others are state, such as `k` of schedulefree, which is among its defaults, and `step` of timm's Lamb.
     """
     everyone = (optimizer, *inner_optimizers(optimizer))
     own = [type(each) for each in everyone if owner_of_groups(each) is each]  # Lookahead's `k` is not in the groups

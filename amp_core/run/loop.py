@@ -68,8 +68,7 @@ class Loop:
             then for its average.
         predict: what a network predicts for a batch; None: task=predict is refused.
         **parts: what is saved, by name: networks (wrapped or not), optimizers, schedules, averages, and anything else
-            with `state_dict` and `load_state_dict`. Those that are None are left out. At least one network, optimizer
-            and schedule.
+            with `state_dict` and `load_state_dict`; None is left out. At least one network, optimizer, schedule.
     """
 
     def __init__(

@@ -204,8 +204,7 @@ def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManage
     """Reduce gradients over ranks in this micro-batch only if it is the last of its window (`when=micro.is_last`).
 
     The forward pass must run inside. With DistributedDataParallel it decides for its backward pass, wherever that runs;
-    with `fully_shard` the latest `sync_grads` decides. Do not nest it over one network. A no-op for networks without a
-    wrapper that reduces gradients.
+    with `fully_shard` the latest `sync_grads` decides. Do not nest it over one network. A no-op without such a wrapper.
     """
     for net in nets:
         if hasattr(net, "set_requires_gradient_sync"):
