@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
 from amp_core.config.schema import Config, RecipeConfig, expected
 from amp_core.models.images import CLASSIFIERS, top_class
+from amp_core.run.confusion import Confusion
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
 from amp_core.tensors import widest
 
@@ -86,11 +87,14 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     def evaluate(net: nn.Module) -> dict[str, float]:
         # loss, correct, samples: summed on the device, read back once.
         totals = torch.zeros(3, dtype=widest(env.device), device=env.device)
+        confusion = Confusion(env, data.facts["num_classes"], loop.classes)
         for images, labels in env.eval_batches(data.eval):
             with amp.autocast():
                 logits = net(images)
                 loss = F.cross_entropy(logits, labels, reduction="sum")
+            confusion.add(labels, logits)
             totals += torch.stack([loss, (logits.argmax(1) == labels).sum(), labels.new_tensor(len(labels))])
+        confusion.write()
         loss, correct, num_samples = env.sum_over_ranks(totals).tolist()
         return {"loss": loss / num_samples, "accuracy": correct / num_samples}
 

@@ -39,12 +39,12 @@ from amp_core.config.schema import Config, DataConfig, RecipeConfig, expected
 from amp_core.config.tables import targets_of
 from amp_core.data import Data
 from amp_core.data.base import evenly_spread
-from amp_core.heads.metrics import check_metrics, confusion, metrics_of
+from amp_core.heads.metrics import check_metrics, metrics_of
 from amp_core.models import Family
 from amp_core.models.family import check_count, check_probability
 from amp_core.models.images import top_class
+from amp_core.run.confusion import Confusion
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
-from amp_core.run.samples import write_sample
 from amp_core.tensors import widest
 
 DATA = "table"
@@ -123,16 +123,16 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         rows = len(env.eval_part(data.eval))
         outputs = torch.zeros(rows, loss.num_outputs, dtype=widest(env.device), device=env.device)
         targets = torch.zeros(rows, data.facts["num_outputs"], dtype=outputs.dtype, device=env.device)
+        confusion = Confusion(env, loss.num_outputs, data.classes)
         for which, (numbers, codes, of) in zip(loader.rows, env.eval_batches(loader), strict=True):
             with amp.autocast():
                 outputs[which] = net(numbers, codes).to(outputs.dtype)
             targets[which] = of.to(targets.dtype)
+            if loss.name == "cross_entropy":
+                confusion.add(of[:, 0], outputs[which])
         outputs, targets = env.sum_over_ranks(outputs).cpu(), loss.typed(env.sum_over_ranks(targets).cpu())
-        if loss.name == "cross_entropy" and len(classes := data.classes) <= MOST_IN_PICTURE:
-            told = targets[:, 0] * len(classes) + outputs.argmax(1)
-            counts = torch.bincount(told, minlength=len(classes) ** 2).view(len(classes), -1)
-            for ending, content in zip(("json", "svg"), confusion(counts, classes), strict=True):
-                write_sample(env, f"confusion.{ending}", content)
+        if loss.name == "cross_entropy":
+            confusion.write()
         return loss.metrics(outputs, targets)
 
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema, "table": data.state}
@@ -143,10 +143,6 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         report, mean = loop.run(train_step, window)
         loop.log(report, loss=mean)
     return loop.eval
-
-
-MOST_IN_PICTURE = 1000
-"""Classes of a confusion matrix."""
 
 
 def with_classes(cfg: DataConfig, loss: str | None) -> DataConfig:

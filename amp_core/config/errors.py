@@ -85,8 +85,8 @@ SAME = {
     **dict.fromkeys(("step_lr", "steplr"), "step"), "cosine_annealing": "warmup_cosine",
     **dict.fromkeys(("fsdp2", "deepspeed", "zero3"), "fsdp"), "mnist": "mnist_subset",
     **dict.fromkeys(("webdataset", "wds", "tar"), "shards"), **dict.fromkeys(("datasets", "huggingface"), "hf"),
-    "imagefolder": "image_folder", **dict.fromkeys(("csv", "tabular"), "table"),
-    **dict.fromkeys(("regression", "tabular_regression"), "supervised"),
+    "imagefolder": "image_folder", **dict.fromkeys(("csv", "tsv", "tabular", "dataframe", "timeseries"), "table"),
+    **dict.fromkeys(("regression", "regressor", "tabular_regression", "forecasting"), "supervised"),
 }  # fmt: skip
 """Other programs' names of settings that have another name here."""
 

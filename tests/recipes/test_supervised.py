@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from running import same_but, state, summary
+from small import COMMON
 from test_recipes import on_two_ranks, runs_of
 from torch import Tensor
 
@@ -228,3 +229,17 @@ def test_a_run_is_evaluated_and_predicts_from_its_folder_alone(capsys: pytest.Ca
     assert f"accuracy {hits / 6:.4f}" in capsys.readouterr().out
     assert train.main(["task=evaluate", "run_dir=a"]) == 2
     assert "data.path=x.csv: there is no such file" in capsys.readouterr().err
+
+
+def test_classifiers_of_images_count_what_they_confuse_and_draw_balanced() -> None:
+    argv = ["recipe=classification", *COMMON, "model.options.width=8", "data.sampler=balanced", "steps=3", "run_dir=a"]
+    assert train.main([*argv, "ema.decay=0.5", "eval.samples=200"]) == 0
+    matrix = json.loads(Path("a/samples/confusion.json").read_text())
+    hits, total = (
+        sum(each["told"][number] for number, each in enumerate(matrix)),
+        sum(each["samples"] for each in matrix),
+    )
+    assert len(matrix) == 10 and total == 200 and hits / total == pytest.approx(summary("a")["eval"]["ema_accuracy"])
+    assert Path("a/samples/confusion.svg").read_text().count("<rect") == 1 + sum(
+        n > 0 for each in matrix for n in each["told"]
+    )
