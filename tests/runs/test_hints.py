@@ -399,7 +399,7 @@ MISTAKES = {
     "recipe=asr": "Did you mean speech?",
     "recipe=regression": "Did you mean supervised?",
     "data=csv": "Did you mean table?",
-    "recipe.class_weight=balanced": "Did you mean recipe.class_weights?",
+    "recipe=supervised recipe.class_weight=balanced": "Did you mean recipe.class_weights?",
     "recipe=kd": "Did you mean distillation?",
     "steps=5 epochs=2": "expected at most one of steps, epochs, samples",
     "steps=1000000000000": "expected at most 100,000,000",
