@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from running import refused_before_the_start
+from running import refused_before_the_start, summary
 from shared import data_config
 from test_predict import CLASSES, make_data
-from test_recipes import run
+from test_recipes import arguments, run
 
 import train
 from amp_core import Amp, __version__
@@ -231,3 +231,19 @@ def test_a_file_of_rounded_weights_is_not_taken_for_the_network(to_16_bits):
     assert "compared: at most" in said
     with pytest.raises(SaveError, match="computes something else"):
         compare(loop, net, net, inputs, 1, lambda given: [other(given["input"])])
+
+
+def test_what_leaves_of_an_optimizer_with_an_average_of_its_own_is_what_was_evaluated(capsys):
+    pytest.importorskip("schedulefree", reason="needs the package schedulefree")
+    own = ["optimizer.name=schedulefree.AdamWScheduleFree", "optimizer.lr=0.1", "optimizer.options={}", "amp=fp32"]
+    run("classification", "a", "steps=6", *own)
+    assert export("safetensors") == 0
+    capsys.readouterr()
+    assert (
+        train.main(arguments("classification", "task=evaluate", "model.weights=a/export/model.safetensors", "amp=fp32"))
+        == 0
+    )
+    assert f"loss {summary('a')['eval']['loss']:.4f}" in capsys.readouterr().out
+    state = must_find_checkpoint(Path("a")).contents["model"]
+    load = pytest.importorskip("safetensors.torch").load_file
+    assert any(not torch.equal(state[name], value) for name, value in load("a/export/model.safetensors").items())
