@@ -54,7 +54,7 @@ def _settings(args: argparse.Namespace, overrides: list[str] | None = None) -> l
     """Those of a run folder before a step, or what was typed."""
     from amp_tools.again import overrides_before
 
-    overrides = args.overrides if overrides is None else overrides
+    overrides = overrides or list(args.overrides)
     if len(overrides) != 1 or "=" in overrides[0]:
         return overrides
     (folder,) = overrides

@@ -54,6 +54,17 @@ It also removes casts that only CPU autocast has. `{through}` then computes in f
 their CPU casts:
 
 {kept}
+
+## Autocast and explicit dtypes
+
+Where weights and inputs are 16-bit and nothing is autocast, as with FSDP2's `MixedPrecisionPolicy(param_dtype=...)` or
+with weights that a program casts at each use, an operator computes in the dtype of its inputs. Operators that CUDA's
+autocast would compute in fp32, by what they give there:
+
+{explicit}
+
+The others give the same. So losses, norms and sums want `.float()` in the program, and 16-bit beside fp32 inputs want
+a cast.
 """
 
 
@@ -97,8 +108,27 @@ def page() -> str:
         those=f" ({', '.join(left)})" if left else "",
         different=grouped(["CPU, fp16", "CUDA, fp16"], different),
         through=THROUGH_FP32,
+        explicit=different_from_explicit(),
         kept="\n".join(f"- {result}:\n  {listed(names)}" for result, names in KEPT.items()),
     )
+
+
+def explicit(dtype: torch.dtype, ops: Mapping[str, Case] | None = None) -> dict[str, tuple[str, str]]:
+    """By operator: the dtype of its result without autocast for inputs in `dtype`, and beside fp32 inputs."""
+    pairs = ((dtype, dtype), (dtype, torch.float32))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        table = (OPERATORS if ops is None else ops).items()
+        return {name: tuple(_result(Inputs("cpu", *pair), case) for pair in pairs) for name, case in table}  # type: ignore[misc]
+
+
+def different_from_explicit() -> str:
+    by_autocast = observed("cuda", torch.float16)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, (low, mixed) in explicit(torch.float16).items():
+        if by_autocast[name] == "fp32" != low:
+            groups.setdefault((by_autocast[name], low, mixed), []).append(name)
+    return grouped(["autocast", "explicit, fp16", "fp16 beside fp32"], groups)
 
 
 def grouped(titles: list[str], groups: Mapping[tuple[str, ...], list[str]]) -> str:

@@ -171,6 +171,88 @@ def test_products_below_16_bits_are_of_whole_weights_gathered_in_fp32(on_ranks: 
     assert same(on_ranks(in_formats, "ddp"), on_ranks(in_formats, "fsdp"))
 
 
+class Uneven(nn.Module):
+    """A language model with a weight of 3 numbers: on 4 ranks the last has none. 31 rows are 8, 8, 8 and 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt, self.few = gpt(), nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt(tokens) * self.few.mean()
+
+
+def uneven(rank: int, layout: str) -> list[Any]:
+    found = []
+    for mode in ("fp8", "mxfp8", "nvfp4"):
+        training = Training(layout, mode, net=Uneven())
+        if layout == "fsdp":
+            assert (local(training.net.parameters())[-1].numel() == 0) is (rank == 3) or training.net.few.numel() == 3
+        found.append([training.window(), training.values()["model"]])
+    return found
+
+
+@pytest.mark.slow
+def test_uneven_and_empty_shards_change_nothing_in_formats(on_ranks: OnRanks) -> None:
+    """But for the order of the sums over 4 ranks."""
+    both = [on_ranks(uneven, layout, num_ranks=4)[0] for layout in ("ddp", "fsdp")]
+    for (window, model), (other, theirs) in zip(*both, strict=True):
+        assert window == pytest.approx(other, rel=1e-5)
+        close(model, theirs, 1e-5)
+
+
+class Rotated(nn.Module):
+    """Passes a cache of angles on to a block, as RoPE does, and has a buffer in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Angles(), nn.Linear(4, 4)
+        self.register_buffer("positions", torch.arange(300.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x, self.positions))
+
+
+class Angles(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        SEEN.append(positions)
+        return super().forward(x)
+
+
+SEEN: list[Tensor] = []
+
+
+def at_borders(rank: int) -> list[Any]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    found = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        net, mesh = Rotated(), build_mesh(CPU, dist.get_world_size())
+        if ours:
+            wrap_fsdp(net, mesh, torch.bfloat16)
+        else:
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+            _ = [fully_shard(module, mesh=mesh, mp_policy=policy) for module in (net.block, net)]
+        SEEN.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=ours):
+            net(torch.randn(2, 4))
+        found.append((str(SEEN[0].dtype), len(SEEN[0].unique()), str(net.positions.dtype)))
+    return found
+
+
+@pytest.mark.slow
+def test_a_cache_of_positions_is_cast_at_the_border_of_a_block_by_torchs_policy_and_not_by_ours(
+    on_ranks: OnRanks,
+) -> None:
+    """300 positions are 279 in bfloat16: to 256 all, then every second one. The buffer itself stays fp32."""
+    theirs, ours = on_ranks(at_borders)[0]
+    assert theirs == ("torch.bfloat16", 279, "torch.float32") and ours == ("torch.float32", 300, "torch.float32")
+
+
 def by_adamw(rank: int, layout: str) -> list[Any]:
     found = []
     for fused, mode, early in ((True, "fp32", False), (False, "fp32", False), (True, "fp16", True)):

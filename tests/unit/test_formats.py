@@ -218,3 +218,36 @@ def test_a_plain_cast_to_a_scale_rounds_to_nearest_and_is_no_floor(element: Elem
     assert scale.item() == 2.0
     x = torch.full((1, 32), 1.5 * 2.0 ** math.floor(math.log2(element.largest)))
     assert quantise(x, Scaling(element, (1, 32), "e8m0", "floor")).scale.item() == 1.0
+
+
+def stored_with(x: torch.Tensor, scale: torch.Tensor, element: Element = E4M3) -> torch.Tensor:
+    return round_to((x / scale).clamp(-element.largest, element.largest), element) * scale
+
+
+def test_the_wrong_way_no_scale_loses_what_the_format_does_not_reach() -> None:
+    """E5M2 ends at 2^-16: half of the gradients around 2^-17 are 0, and with a scale one in 100,000."""
+    x = torch.randn(256, 256) * 2.0**-17
+    plain, ours = x.to(torch.float8_e5m2).float(), quantise(x, Scaling(E5M2, (None, None))).dense()
+    lost = [(each == 0).float().mean().item() for each in (plain, ours)]
+    assert lost[0] == pytest.approx(0.683, abs=0.01) and lost[1] < 1e-4  # |z| < 1: 2^-17 is half of 2^-16
+
+
+def test_the_wrong_way_delayed_scaling_stores_half_of_a_jump_and_it_is_finite() -> None:
+    """All numbers grow 8 times: with the scale of the step before the norm falls, and no step is skipped."""
+    x = torch.randn(512, 256)
+    late = stored_with(8 * x, x.abs().max() / E4M3.largest)
+    edge = float(x.abs().max()) / 8  # normal numbers are stored up to here, and what is larger as this
+    inside = math.erf(edge / 2**0.5)
+    square = inside - 2 * edge * math.exp(-(edge**2) / 2) / (2 * math.pi) ** 0.5 + edge**2 * (1 - inside)
+    assert late.isfinite().all() and 0.4 < square**0.5 < 0.6
+    assert (late.norm() / (8 * x).norm()).item() == pytest.approx(square**0.5, rel=0.01)
+    assert quantise(8 * x, Scaling(E4M3, (None, None))).dense().norm() / (8 * x).norm() == pytest.approx(1, abs=0.01)
+
+
+def test_the_wrong_way_a_scale_of_each_shard_is_another_matrix() -> None:
+    x, how = torch.randn(256, 256), Scaling(E4M3, (None, None))
+    whole = quantise(x, how).dense()
+    shards = torch.cat([quantise(part, how).dense() for part in x.chunk(4)])
+    assert (whole != shards).float().mean().item() == pytest.approx(0.75, abs=0.01)  # all but where the largest is
+    rows = Scaling(E4M3, (1, None))
+    assert torch.cat([quantise(part, rows).dense() for part in x.chunk(4)]).equal(quantise(x, rows).dense())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -309,3 +310,28 @@ def test_a_run_uses_it_and_puts_it_back(own_folder, monkeypatch):
     with policy.cuda_policy():  # somebody else's
         assert train.main([*small, "amp=fp16", "run_dir=other", "amp.op_policy=cuda"]) == 0
         assert policy.policy_in_use() == "cuda"
+
+
+def test_explicit_dtypes_compute_norms_and_losses_in_16_bits_and_autocast_in_fp32() -> None:
+    explicit, autocast = MODULE["explicit"](torch.float16), MODULE["observed"]("cuda", torch.float16)
+    for name in ("layer_norm", "cross_entropy", "softmax", "sum"):
+        assert (explicit[name][0], autocast[name]) == ("fp16", "fp32")
+    assert explicit["linear"][0] == autocast["linear"] == "fp16" and "raises" in explicit["linear"]
+    x = torch.randn(4, 1000) + 30
+    exact = F.cross_entropy(x.double(), torch.arange(4))
+    off = [
+        abs(F.cross_entropy(x.to(dtype), torch.arange(4)).double() - exact) for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert off[0] > 1e-3 > 1e3 * off[1]
+
+
+def test_flex_attention_under_autocast_takes_projections_and_refuses_fp32_beside_them() -> None:
+    """It is on no list of autocast: what a linear layer gives is 16-bit, and keys that were rotated in fp32 are not."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+    x, layer = torch.randn(1, 2, 16, 16), nn.Linear(16, 16)
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # eager flex_attention is slow and says so
+        q = layer(x)
+        assert q.dtype is torch.bfloat16 and flex(q, q, q).dtype is torch.bfloat16
+        with pytest.raises(ValueError, match="same dtype"):
+            flex(q, q.float(), q)

@@ -1,0 +1,86 @@
+"""Loss scales, formats and the comparison of modes, as settings of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from shared import script
+from torch import Tensor, nn
+
+import train
+
+SMALL = ["device=cpu", "data=synthetic", "data.num_samples=64", "data.image_size=8", "batch_size=8", "model=mlp"]
+SMALL += ["log=none", "doctor=off", "steps=16"]
+
+
+def test_a_run_retries_and_skips_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """2^24 is too large for this network's gradients, and 2^24 / 2^retry is not."""
+    skipped = {}
+    for retry in (0, 20):
+        folder = tmp_path / str(retry)
+        scale = ["amp=fp16", "amp.init_scale=16777216", f"amp.retry={retry}", f"run_dir={folder}", "log_every=1"]
+        assert train.main([*SMALL, *scale, "debug.inject={where: batch, step: 3}"]) == 0
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        skipped[retry] = [line["skipped"] for line in lines if line["split"] == "train"]
+        assert [line["step"] for line in lines if line["split"] == "train"] == list(range(1, 17))
+    assert (
+        skipped[20] == [0, 0] + [1] * 14 and skipped[0][-1] > 3
+    )  # a batch with an inf is not saved by a smaller scale
+
+
+@pytest.mark.slow
+def test_a_retry_with_several_optimizers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["recipe=gan", "device=cpu", "amp=fp16", "amp.retry=1", f"run_dir={tmp_path / 'a'}"]) == 2
+    assert "recipe=gan steps 2 optimizers" in capsys.readouterr().err and not (tmp_path / "a").exists()
+
+
+GPT = ["recipe=language_model", "device=cpu", "data.length=64", "batch_size=2", "model.options.depth=1"]
+
+
+@pytest.mark.parametrize(
+    "amp, told",
+    [
+        ("amp=fp8", ("too small", "kept", "no layer is faster in amp=fp8 (4 too small, 1 kept); use amp=bf16")),
+        pytest.param("amp=mxfp8", ("emulated", "(4 emulated, 1 kept)"), marks=pytest.mark.slow),
+        pytest.param("amp=bf16", (), marks=pytest.mark.slow),
+    ],
+)
+def test_a_dry_run_tells_what_pays(amp: str, told: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main([*GPT, amp, "dry_run=true"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(each in out for each in told) and ("is faster" in out) is bool(told)
+
+
+@pytest.mark.parametrize("adds", [0.0, 64.0])
+def test_the_first_layer_beyond_rounding_is_named(
+    adds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A sum with 64 that is taken away again costs 6 bits more than one rounding."""
+
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        y = F.linear(x, layer.weight, layer.bias)
+        return (y + adds) - adds if torch.is_autocast_enabled("cpu") and layer.out_features == 10 else y
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "parts.png"
+    modes = ["amp=fp32", "amp=bf16", "data.num_classes=10"]
+    assert script("scripts/doctor.py").main(["diff", *SMALL, *modes, "--picture", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert picture.stat().st_size > 1000 and ("rounding explains" in out) is not bool(adds)
+    assert ("(Linear) is the first layer beyond rounding" in out) is bool(adds)
+
+
+def test_a_comparison_takes_two_modes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("scripts/doctor.py").main(["diff", "amp=bf16"]) == 2
+    assert "expected two modes" in capsys.readouterr().err
+
+
+def test_the_page_of_formats_tells_which_mode_runs_in_which_layout() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "FORMATS.md").read_text()
+    table = page.split("<!-- layouts -->\n")[1].split("\n<!-- /layouts -->")[0]
+    assert table == script("scripts/formats.py").layouts()
