@@ -24,6 +24,7 @@ from torch import nn
 from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import island_names
 from amp_core.lowp.lint import CONVOLUTIONS
+from amp_core.lowp.weights import low_weights
 from amp_core.tensors import Plan, blocks, copy_with, plans, tensors_of
 from amp_core.torch_private import find
 
@@ -53,7 +54,9 @@ def build_mesh(device: torch.device, world_size: int, shard_size: int | None = N
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> nn.Module:
+def wrap_fsdp(
+    net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None, *, masters: bool = False
+) -> nn.Module:
     """Shard the weights of `net` over the ranks of `mesh`, in place, by `fully_shard`. Gradients are *summed*.
 
     One group of weights is gathered at a time: that of a block. Blocks are the outermost elements of `nn.ModuleList`
@@ -67,6 +70,8 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
             weights move to the device block by block, and become DTensors. Names stay, and `isinstance`.
         mesh: from `build_mesh`.
         dtype: the autocast dtype of training, or None without autocast. Forward passes must then run inside autocast.
+        masters: the shards are fp32 masters of weights that are 16-bit (`dtype`) where they are gathered, after
+            `Amp.prepare(net, gathers=True)`; without autocast.
 
     Raises:
         ConfigError: torch cannot shard a weight of it, such as one without dimensions, or its gradient is sparse.
@@ -76,21 +81,21 @@ def wrap_fsdp(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None
             raise ConfigError(f"layout: {name}: sparse gradients cannot be sharded; use sparse=False, or layout=ddp")
     for tensor in tensors_of(net):
         dist.broadcast(tensor.detach(), 0)
-    return _shard(net, mesh, dtype)
+    return _shard(net, mesh, dtype, masters)
 
 
-def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> nn.Module:
+def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, masters: bool = False) -> nn.Module:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     on_meta = copy_with(net, {tensor: torch.empty_like(tensor, device="meta") for tensor in tensors_of(net)})
-    plan = Plan(on_meta, dtype, functools.partial(_shard, mesh=mesh, dtype=dtype))
+    plan = Plan(on_meta, dtype, functools.partial(_shard, mesh=mesh, dtype=dtype, masters=masters))
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Also the root, which torch would keep gathered after a forward pass: no backward pass follows an evaluation, and
     # its gathered weights would miss later steps, EMA updates and checkpoints.
     shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True)
-    in_16bit = {} if dtype is None else cast_whole(net)
-    for module, name in in_16bit.items():
+    in_16bit = {} if dtype is None else _low_whole(net) if masters else cast_whole(net)
+    for module, name in in_16bit.items() if not masters else ():
         module.register_forward_pre_hook(functools.partial(_require_autocast, dtype, name))
     try:
         for block in (*blocks(net), net):
@@ -147,6 +152,22 @@ def cast_whole(net: nn.Module) -> dict[nn.Module, str]:
         for module, name in found.items()
         if all(p.dtype is torch.float32 and p not in elsewhere for p in module.parameters())
     }
+
+
+def _low_whole(net: nn.Module) -> dict[nn.Module, str]:
+    """The modules with weights that are 16-bit in a mode with masters, and their names."""
+    lows, found = set(low_weights(net)), {}
+    for name, module in net.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not any(p in lows for p in own):
+            continue
+        if len(own) < len(list(module.parameters())):
+            raise ConfigError(
+                f"layout: {name or type(net).__name__} has weights beside those of its submodules, which cannot be "
+                f"gathered in 16 bits alone; use layout=ddp, or amp=bf16"
+            )
+        found[module] = name
+    return found
 
 
 def _require_autocast(dtype: torch.dtype | None, name: str, module: nn.Module, inputs: Any) -> None:

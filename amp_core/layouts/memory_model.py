@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from amp_core.config.schema import SHARDED, AmpConfig
 from amp_core.layouts.fsdp import cast_whole
 from amp_core.layouts.zero import bucket_size, is_shared
-from amp_core.lowp.weights import is_low, master_params
+from amp_core.lowp.weights import is_low, low_weights, master_params
 from amp_core.memory.recast import Recast, cast_weight
 from amp_core.step.ema import Ema
 from amp_core.step.fused import bare_step
@@ -99,6 +99,8 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
     shape_of = plans[net].outline if is_sharded(net) else net
     casts = amp.dtype != "float32"
     whole = {p for module in cast_whole(shape_of) for p in module.parameters()} if casts else set()
+    if amp.update == "master" and is_sharded(net):  # masters that are gathered in 16 bits
+        whole = set(low_weights(shape_of))
     group_of = {p: number for number, block in enumerate(blocks(shape_of), 1) for p in block.parameters()}
     found = []
     for live, side, param in zip(net.parameters(), master_params(net), shape_of.parameters(), strict=True):

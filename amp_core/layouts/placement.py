@@ -68,7 +68,7 @@ class Placement:
         return list(net.items())
 
     def _wrap(self, net: nn.Module, amp: Amp, notes: list[str]) -> nn.Module:
-        amp.prepare(net)
+        amp.prepare(net, gathers=self._shards)
         if (said := note(net)) and said not in notes:
             notes.append(said)
         if self._cfg.perf.compile is not None:
@@ -90,7 +90,9 @@ class Placement:
             return wrap_data_parallel(net, self.devices)
         if self._shards:
             self._mesh = self._mesh or build_mesh(device, world_size, layout.shard_size)
-            net = wrap_fsdp(net, self._mesh, amp.dtype if amp.dtype is not torch.float32 else None)
+            masters = amp.config.update is not None
+            dtype = getattr(torch, amp.config.weights if masters else amp.config.dtype)
+            net = wrap_fsdp(net, self._mesh, None if dtype is torch.float32 else dtype, masters=masters)
         elif not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
             net = wrap_ddp(
                 net,

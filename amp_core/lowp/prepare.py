@@ -10,13 +10,18 @@ from torch import nn
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import AmpConfig
 from amp_core.lowp import lint
-from amp_core.lowp.weights import LowPrecisionWeights
+from amp_core.lowp.weights import LowPrecisionWeights, compute_in, low_weights
 
 logger = logging.getLogger("amp_recipes")
 
 
-def prepare(net: nn.Module, config: AmpConfig, low: torch.dtype, *, on_gpu: bool) -> LowPrecisionWeights | None:
-    """Float8 layers and 16-bit weights in place, as `Amp.prepare`; returns the latter. `low`: dtype of activations."""
+def prepare(
+    net: nn.Module, config: AmpConfig, low: torch.dtype, *, on_gpu: bool, gathers: bool = False
+) -> LowPrecisionWeights | None:
+    """Float8 layers and 16-bit weights in place, as `Amp.prepare`; returns the latter. `low`: dtype of activations.
+
+    `gathers`: a sharded layout will hold fp32 masters and gather them in 16 bits.
+    """
     mode = f"amp={config.name}"
     if config.update is None and (problem := lint.trained_in_16_bits(net)):
         if config.scaling:
@@ -32,4 +37,6 @@ def prepare(net: nn.Module, config: AmpConfig, low: torch.dtype, *, on_gpu: bool
         from amp_core.lowp.products import use_mode
 
         use_mode(net, config)
+    if gathers and config.update == "master":
+        return compute_in(net, low, low_weights(net))
     return None if config.update is None else LowPrecisionWeights(net, low, config.update)

@@ -198,6 +198,31 @@ def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         yield bucket
 
 
+def low_weights(net: nn.Module) -> list[nn.Parameter]:
+    """The weights that are 16-bit in such modes: all but those of islands and of batch and instance norms."""
+    from amp_core.lowp.islands import island_names  # what else is here needs none of it
+
+    islands = {net.get_submodule(name) for name in island_names(net)}
+    kept = {m for m in net.modules() if m in islands or isinstance(m, NormBase)}
+    stay = {p for module in kept for p in module.parameters()}
+    return [p for p in net.parameters() if p.dtype is torch.float32 and p not in stay]
+
+
+def compute_in(net: nn.Module, dtype: torch.dtype, lows: Iterable[nn.Parameter]) -> None:
+    """Cast between modules as 16-bit weights need it, which `lows` are or are gathered as."""
+    from amp_core.lowp.islands import island_names
+
+    lows = set(lows)
+    for module in net.modules():
+        if any(p in lows for p in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
+    islands = {net.get_submodule(name) for name in island_names(net)}
+    inside = {part for island in islands for part in island.modules() if part is not island}
+    for island in islands - inside:
+        island.register_forward_hook(functools.partial(_cast_island, dtype))
+    net.register_forward_hook(_cast_output)
+
+
 class LowPrecisionWeights:
     """Stores the weights of `net` in 16 bits and computes in them, without autocast.
 
@@ -230,18 +255,13 @@ class LowPrecisionWeights:
 
     @torch.no_grad()
     def __init__(self, net: nn.Module, dtype: torch.dtype, update: Update) -> None:
-        from amp_core.lowp.islands import island_names  # what else is here needs none of it
-
         if dtype not in _HALF or update not in get_args(Update):
             raise ValueError(f"{dtype}, {update!r}: expected float16 or bfloat16, and one of {get_args(Update)}")
         if update in ("stochastic", "remainder") and dtype is not torch.bfloat16:
             raise ValueError(f"{update} is for bfloat16 weights; {dtype}: use 'master'")
         if any(p.dtype in _HALF for p in net.parameters()):
             raise ValueError("the weights are 16-bit already, their fp32 values are lost; pass a network in fp32")
-        islands = {net.get_submodule(name) for name in island_names(net)}
-        kept = {m for m in net.modules() if m in islands or isinstance(m, NormBase)}
-        stay = {p for module in kept for p in module.parameters()}
-        lows = [p for p in net.parameters() if p.dtype is torch.float32 and p not in stay]
+        lows = low_weights(net)
         if not lows:
             raise ValueError(f"{type(net).__name__} has no weights that could be {dtype}; use a mode with fp32 weights")
         if several_ranks():  # before the cast: not all backends can send 16-bit numbers
@@ -265,11 +285,7 @@ class LowPrecisionWeights:
                 module.flatten_parameters()  # cuDNN needs them contiguous
             module.register_state_dict_post_hook(_save_fp32)
             module.register_load_state_dict_pre_hook(_load_fp32)
-            module.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
-        inside = {part for island in islands for part in island.modules() if part is not island}
-        for island in islands - inside:
-            island.register_forward_hook(functools.partial(_cast_island, dtype))
-        net.register_forward_hook(_cast_output)
+        compute_in(net, dtype, lows)
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -242,16 +242,17 @@ class Amp:
 
     # --- networks -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, net: nn.Module) -> None:
+    def prepare(self, net: nn.Module, *, gathers: bool = False) -> None:
         """Make layers of low formats or 16-bit weights where the mode has them; log what is unsafe, or slow.
 
         Call it on the device, after `keep_fp32` and before `guard`, optimizers (over `master_params(net)`) and EMA.
         `step` reduces gradients of 16-bit weights over ranks: do not wrap in DistributedDataParallel. ConfigError: the
-        step would unscale gradients of 16-bit weights, or this CPU computes a layer wrongly.
+        step would unscale gradients of 16-bit weights, or this CPU computes a layer wrongly. `gathers`: masters will be
+        sharded and gathered in 16 bits, by `wrap_fsdp(..., masters=True)`.
         """
         from amp_core.lowp.prepare import prepare  # most loops need none of it
 
-        weights = prepare(net, self.config, self._low, on_gpu=self.device.type == "cuda")
+        weights = prepare(net, self.config, self._low, on_gpu=self.device.type == "cuda", gathers=gathers)
         if weights is not None:
             self.weights.append(weights)
 

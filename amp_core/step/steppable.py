@@ -77,7 +77,7 @@ def require_fits_mode(optimizer: torch.optim.Optimizer, config: AmpConfig, *, ha
 
     `has_weights`: `amp.prepare` has made 16-bit weights.
     """
-    if config.update is not None and not has_weights:
+    if config.update is not None and not has_weights and not any(map(is_dtensor, weights_of(optimizer))):
         raise RuntimeError(
             f"amp={config.name}: no network has {config.weights} weights, so this would train in fp32; call "
             f"amp.prepare(net) before the optimizer is built"

@@ -28,6 +28,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 from amp_core.lowp.products import is_converted
+from amp_core.lowp.weights import master_params
 from amp_core.models.gpt import GPT
 from amp_core.tensors import full_copy, local
 
@@ -42,10 +43,12 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
 
 def lay_out(net: nn.Module, layout: str, amp: Amp) -> nn.Module:
     if layout == "ddp":
-        return wrap_ddp(net, CPU)
+        return net if amp.weights else wrap_ddp(net, CPU)
     if layout in ("fsdp", "hsdp"):
         mesh = build_mesh(CPU, dist.get_world_size(), 2 if layout == "hsdp" else None)
-        return wrap_fsdp(net, mesh, amp.dtype if amp.dtype is not torch.float32 else None)
+        masters = amp.config.update is not None
+        dtype = getattr(torch, amp.config.weights if masters else amp.config.dtype)
+        return wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, masters=masters)
     return net
 
 
@@ -59,16 +62,17 @@ class Training:
 
     def __init__(self, layout: str, mode: str, *, net: nn.Module | None = None, num_micros: int = 2, **options: Any):
         # A scale that fp16 need not leave, so that a skipped step is one that a test asked for.
-        self.amp = Amp.named(mode, **({"init_scale": 1024.0} if mode == "fp16" else {}))  # type: ignore[arg-type]
+        fields: dict[str, Any] = {"init_scale": 1024.0} if mode in ("fp16", "o2") else {}
+        self.amp = Amp.named(mode, **fields | options.pop("fields", {}))
         net = net or gpt()
-        if self.amp.config.format is not None:
-            self.amp.prepare(net)
+        if self.amp.config.format is not None or self.amp.config.update is not None:
+            self.amp.prepare(net, gathers=layout in ("fsdp", "hsdp"))
         self.net = lay_out(net, layout, self.amp)
         self.amp.guard(self.net)
         self.num_micros = num_micros
         self.clip = options.pop("clip", None)
         make: Callable[..., Optimizer] = options.pop("optimizer", functools.partial(SGD, momentum=0.9))
-        self.optimizer = make(self.net.parameters(), **{"lr": 0.1, "fused": True, **options})
+        self.optimizer = make(master_params(self.net), **{"lr": 0.1, "fused": True, **options})
         self.schedule = Schedule(self.optimizer, lambda o, n: torch.optim.lr_scheduler.CosineAnnealingLR(o, n), 10)
         self.ema = Ema(self.net, 0.9)
         self.step = 0
@@ -169,6 +173,24 @@ def test_products_below_16_bits_are_of_whole_weights_gathered_in_fp32(on_ranks: 
     """So scales are those of whole weights, and a step has the bits of two replicas, stochastic rounding included. Without
     clipping: the norm of shards is summed in another order."""
     assert same(on_ranks(in_formats, "ddp"), on_ranks(in_formats, "fsdp"))
+
+
+def with_masters(rank: int, layout: str) -> list[Any]:
+    found = []
+    for mode, fields in (("o2", {}), ("bf16_pure", {"update": "master"})):
+        training = Training(layout, mode, fields=fields)
+        windows = [training.window()[0::2] for _ in range(3)]
+        values = training.values()
+        found.append([windows, values["model"], values["ema"]])
+        if layout == "fsdp":
+            assert all(p.dtype is torch.float32 for p in training.net.parameters())  # masters
+    return found
+
+
+def test_sharded_masters_of_16_bit_weights_take_the_steps_of_replicas_bit_for_bit(on_ranks: OnRanks) -> None:
+    both = [on_ranks(with_masters, layout)[0] for layout in ("ddp", "fsdp")]
+    for ours, theirs in zip(*both, strict=True):
+        assert ours[0] == theirs[0] and same(ours[1], theirs[1]) and same(ours[2], theirs[2])
 
 
 class Uneven(nn.Module):
