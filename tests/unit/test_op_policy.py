@@ -325,13 +325,13 @@ def test_explicit_dtypes_compute_norms_and_losses_in_16_bits_and_autocast_in_fp3
     assert off[0] > 1e-3 > 1e3 * off[1]
 
 
-def test_flex_attention_under_autocast_takes_projections_and_refuses_fp32_beside_them() -> None:
-    """It is on no list of autocast: what a linear layer gives is 16-bit, and keys that were rotated in fp32 are not."""
+def test_flex_attention_under_autocast_computes_in_16_bits_also_with_keys_that_were_rotated_in_fp32() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
     x, layer = torch.randn(1, 2, 16, 16), nn.Linear(16, 16)
-    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), warnings.catch_warnings():  # no backward on a CPU
         warnings.simplefilter("ignore")  # eager flex_attention is slow and says so
         q = layer(x)
-        assert q.dtype is torch.bfloat16 and flex(q, q, q).dtype is torch.bfloat16
-        with pytest.raises(ValueError, match="same dtype"):
-            flex(q, q.float(), q)
+        low, mixed = flex(q, q, q), flex(q, q.float(), q)
+    assert q.dtype is low.dtype is torch.bfloat16 and mixed.equal(low)
+    exact = F.scaled_dot_product_attention(q.double(), q.double(), q.double())
+    torch.testing.assert_close(low.double(), exact, rtol=0, atol=2**-7 * float(q.abs().max()))
