@@ -23,11 +23,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (11_347, "base lowp step memory layouts checkpoints heads"),
+    "library": (11_396, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_140, "doctor"),
-    "program": (17_073, "config run cli data models train.py"),
+    "program": (17_076, "config run cli data models train.py"),
     "amp_tools": (4_570, "amp_tools"),
-    "scripts": (5_609, "scripts"),
+    "scripts": (5_760, "scripts"),
     "amp_plugins": (661, "amp_plugins"),
     "amp_conformance": (2_743, "amp_conformance"),
 }
@@ -37,10 +37,10 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.820
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 8_200, 3_353
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 8_217, 3_369
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 587
+MOST_LINES_OF_PATH = 588
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {
