@@ -258,7 +258,8 @@ class LowPrecisionWeights:
         if dtype not in _HALF or update not in get_args(Update):
             raise ValueError(f"{dtype}, {update!r}: expected float16 or bfloat16, and one of {get_args(Update)}")
         if update in ("stochastic", "remainder") and dtype is not torch.bfloat16:
-            raise ValueError(f"{update} is for bfloat16 weights; {dtype}: use 'master'")
+            how = {"stochastic": "stochastic rounding"}.get(update, update)
+            raise ValueError(f"{how} is for bfloat16 weights; {dtype}: use 'master'")
         if any(p.dtype in _HALF for p in net.parameters()):
             raise ValueError("the weights are 16-bit already, their fp32 values are lost; pass a network in fp32")
         lows = low_weights(net)
