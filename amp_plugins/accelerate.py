@@ -13,6 +13,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from amp_core.step.buffers import CopySafeHook
+from amp_plugins.doctor import LoopDoctor, Terms
 from amp_plugins.names import require
 from amp_plugins.scaler import GradScaler
 
@@ -20,7 +22,16 @@ _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "
 _STEPS_ITSELF = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.MEGATRON_LM: "Megatron-LM"}
 
 
-def protect(accelerator: Accelerator, scaler: GradScaler | None = None, **policy: Any) -> GradScaler:
+TERMS = Terms(
+    bf16='Accelerator(mixed_precision="bf16")',
+    scale="protect(accelerator, {})",
+    load="accelerator.load_state(...)",
+)
+
+
+def protect(
+    accelerator: Accelerator, scaler: GradScaler | None = None, *, doctor: bool = False, **policy: Any
+) -> GradScaler:
     """Give an accelerator a `GradScaler` of ours, also in bf16 and fp32, and guard the networks that it prepares.
 
     Schedules that it prepared move with taken steps, with fused optimizers too; it reads once per step whether one
@@ -29,6 +40,8 @@ def protect(accelerator: Accelerator, scaler: GradScaler | None = None, **policy
     Args:
         accelerator: it may have prepared something before, or do it later.
         scaler: the one to use; None: a new one.
+        doctor: examine skipped steps: `scaler.doctor.watch` decorates the function that computes a loss; networks that
+            return one, as those of transformers, are watched without it. A step is examined before the next one begins.
         **policy: for the new one, as `init_scale`, `max_consecutive_skips`.
 
     Returns:
@@ -72,8 +85,24 @@ def protect(accelerator: Accelerator, scaler: GradScaler | None = None, **policy
         if made not in guarded and not kwargs.get("evaluation_mode"):
             guarded.append(made)
             scaler.guard(made)
+            _watch(scaler.doctor, made)
         return made
 
     guarded = list(accelerator._models)
+    if doctor:
+        LoopDoctor(scaler, lambda: guarded, terms=TERMS)
+        for net in guarded:
+            _watch(scaler.doctor, net)
     accelerator.prepare_model = prepare_model  # type: ignore[method-assign]
     return scaler
+
+
+def _watch(doctor: LoopDoctor | None, net: Any) -> None:
+    """Keep what a network is called with, unless a function around it is watched."""
+
+    def note(net: Any, args: Any, kwargs: Any) -> None:
+        if doctor is not None and not doctor.is_decorating and net.training and torch.is_grad_enabled():
+            doctor.note(net, args, kwargs)
+
+    if doctor is not None:
+        net.register_forward_pre_hook(CopySafeHook(note), with_kwargs=True)

@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from amp_core.step.buffers import BufferGuard
+from amp_plugins.doctor import LoopDoctor, Terms, loss_of
 from amp_plugins.names import require
 from amp_plugins.scaler import GradScaler
 
+TERMS = Terms(
+    bf16='AmpPrecision("bf16-mixed")',
+    scale='AmpPrecision("16-mixed", {})',
+    rate="the lr in configure_optimizers, or Trainer(gradient_clip_val=...)",
+    load="trainer.fit(model, ckpt_path=...)",
+)
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -142,3 +149,64 @@ class FabricPrecision(FabricMixedPrecision):
         self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return None
+
+
+class LightningDoctor(Callback):
+    """Says where a step that was skipped became NaN: `Trainer(plugins=[AmpPrecision(...)], callbacks=[...])`.
+
+    Args:
+        **settings: of `LoopDoctor`, as `after_skips`.
+    """
+
+    doctor: LoopDoctor
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Watch the training step.
+
+        Raises:
+            ValueError: the trainer has no `AmpPrecision`, which skips the steps to examine.
+        """
+        precision, strategy = trainer.precision_plugin, trainer.strategy
+        if not isinstance(precision, AmpPrecision):
+            raise ValueError(
+                f"LightningDoctor examines steps that AmpPrecision skips, and the precision plugin is "
+                f"{type(precision).__name__}: expected Trainer(plugins=[AmpPrecision(...)])"
+            )
+
+        def backward(result: Any) -> None:
+            if (loss := loss_of(result)) is not None and pl_module.automatic_optimization:
+                precision.scaler.scale(loss / trainer.accumulate_grad_batches).backward()
+
+        @contextlib.contextmanager
+        def silent() -> Iterator[None]:
+            nothing = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
+            vars(pl_module).update(nothing)
+            try:
+                yield
+            finally:
+                for name in nothing:
+                    del vars(pl_module)[name]
+
+        self.doctor = LoopDoctor(
+            precision.scaler,
+            lambda: [strategy.model],
+            terms=TERMS,
+            backward=backward,
+            around=silent,
+            steps_itself=lambda: not pl_module.automatic_optimization,
+            get_step=lambda: trainer.global_step,
+            **self._settings,
+        )
+        strategy.training_step = self.doctor.watch(strategy.training_step)
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Examine."""
+        self.doctor.scaler.end_window()
+        self.doctor.examine()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave the training step as it was."""
+        vars(trainer.strategy).pop("training_step", None)

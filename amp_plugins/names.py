@@ -16,6 +16,7 @@ NAMES = {
     "transformers": (
         "transformers:Trainer.create_accelerator_and_postprocess",
         "transformers:Trainer.training_step",
+        "transformers:Trainer._save_scaler",
     ),
     "lightning": (
         "lightning.pytorch.plugins.precision:Precision._after_closure",

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from amp_core import Amp, Ema, Schedule, StepReport
 from amp_core.step.buffers import BufferGuard, CopySafeHook
+from amp_core.step.gradients import with_grads
 from amp_core.step.steppable import arguments_without_default
+from amp_core.tensors import several_ranks
 
 _MODES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _MOVES = ("update_parameters", "step", "update", "_update_ema_model")
@@ -45,6 +47,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
 
     Attributes:
         finding: what a doctor has found, for the error.
+        doctor: a `LoopDoctor`, told of each window; copies have none.
         reports: of each optimizer its step in the last window.
     """
 
@@ -70,6 +73,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         self.max_consecutive_skips, self._per_window = max_consecutive_skips, update_per_window
         self.reports: dict[torch.optim.Optimizer, StepReport] = {}
         self.finding = ""
+        self.doctor: Any = None
         self.num_updates = 0
         self._is_pending = self._is_ended = False
         self._streak = 0
@@ -149,7 +153,9 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         self.end_window()
         amp, loss = self._start(outputs.device), outputs.detach()
         loss = (loss - loss).sum() if loss.ndim else loss
-        amp.note_loss(loss if loss.dtype is torch.float64 else loss.float())
+        amp.note_loss(loss := loss if loss.dtype is torch.float64 else loss.float())
+        if self.doctor is not None:
+            self.doctor.note_loss(loss)
         return outputs * amp.scaler.scale.to(outputs.device, non_blocking=True) if self._enabled else outputs
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -162,11 +168,14 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
 
         Raises:
             RuntimeError: it was given a closure.
+            AssertionError: as torch's, with a scale, on one rank: no weight has a gradient.
         """
         if any(each is not None for each in (*args, *kwargs.values())):
             raise RuntimeError(
                 "a step that may be skipped takes no closure, and no other arguments; call step(optimizer)"
             )
+        if self._enabled and not several_ranks() and not with_grads(optimizer)[0]:
+            raise AssertionError("No inf checks were recorded for this optimizer.")
         self._begin(optimizer)
         if self._is_ended:
             self.reports, self._is_ended = {}, False
@@ -184,6 +193,11 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         Raises:
             TooManySkipsError: `max_consecutive_skips` steps in a row were skipped.
         """
+        if new_scale is None and (self._is_ended or not self.reports):  # nothing has stepped
+            if self._enabled and not self.amp._window.states:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            if not self._enabled:
+                return
         self._is_pending = True
         if new_scale is not None or not self._per_window:
             self.end_window()
@@ -213,6 +227,10 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
             self._streak = int(amp.num_consecutive_skips.numpy())  # in host memory
         elif self.num_updates % self.max_consecutive_skips == 0:
             self._streak = int(amp.num_consecutive_skips)
+        if self.doctor is not None:
+            self.doctor.after_window()
+            if not self._per_window or self._streak >= self.max_consecutive_skips:
+                self.doctor.examine()  # else the step of another's optimizer may not be over
         if self._streak >= self.max_consecutive_skips:
             found = self.finding or "Doctor(amp, model).locate(step, batch) of amp_core names the operation"
             scale = f", the loss scale is {amp.scale:g}" if self._enabled else ""
@@ -270,7 +288,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         self.end_window()
-        return vars(self) | {"reports": {}, "_ours": []}
+        return vars(self) | {"reports": {}, "_ours": [], "doctor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -109,6 +109,69 @@ def test_states_load_both_ways_and_copies_work() -> None:
         assert twin.state_dict() == again.state_dict()
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("calls", ["step", "update", "step, update"])
+def test_a_step_or_an_update_without_a_backward_pass_does_what_torchs_does(calls: str, enabled: bool) -> None:
+    outcomes = []
+    for kind in (torch.amp.GradScaler, GradScaler):
+        scaler, optimizer = kind("cpu", enabled=enabled), torch.optim.SGD(net().parameters(), lr=1.0)
+        scaler.scale(torch.ones(()))
+        try:
+            for call in calls.split(", "):
+                scaler.step(optimizer) if call == "step" else scaler.update()
+            outcomes.append("")
+        except AssertionError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_the_doctor_of_a_plain_loop_names_the_fault_and_the_error_holds_it(caplog: Any) -> None:
+    from amp_plugins.doctor import LoopDoctor
+
+    model, scaler = net(), GradScaler("cpu", enabled=False, max_consecutive_skips=3)
+    scaler.guard(model)
+    optimizer, doctor = torch.optim.SGD(model.parameters(), lr=0.1, fused=True), LoopDoctor(scaler, model)
+
+    @doctor.watch
+    def compute_loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    def train(x: Tensor) -> None:
+        scaler.scale(compute_loss(model, x)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    x, bad = batches(2, bad=1)
+    train(x)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    train(x.clone().fill_(BAD))
+    (found,) = doctor.reports
+    assert (found.step, found.cause) == (2, "bad input") and "It is batch of micro-batch 1 of 1" in found.why
+    assert all(map(torch.equal, before.values(), model.state_dict().values()))
+    assert torch.equal(torch.get_rng_state(), random) and len(caplog.records) == 1
+    assert copy.deepcopy(scaler).doctor is None
+    train(bad)
+    with pytest.raises(TooManySkipsError, match=r"(?s)3 steps in a row were skipped.*The doctor has found.*bad input"):
+        train(bad)
+
+
+def test_a_trainer_without_a_scale_writes_no_scaler(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="amp_plugins.huggingface is for it")
+    import_torchvision()
+    from types import SimpleNamespace
+
+    from amp_plugins.huggingface import SafeTrainer
+
+    for enabled in (False, True):
+        trainer = object.__new__(SafeTrainer)
+        scaler = GradScaler("cpu", enabled=enabled)
+        trainer.accelerator = SimpleNamespace(scaler=scaler)
+        trainer.args = SimpleNamespace(should_save=True)
+        trainer._save_scaler(str(tmp_path))
+        assert (tmp_path / "scaler.pt").exists() == enabled
+
+
 def test_what_follows_moves_with_taken_steps_and_its_copies_are_plain() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
