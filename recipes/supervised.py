@@ -16,10 +16,10 @@ losses are computed in fp32, and metrics, in the target's own units, in float64 
     python train.py recipe=supervised data.path='statsmodels:datasets/sunspots/sunspots.csv' data.target=SUNACTIVITY \\
         data.leave_out=[YEAR] data.window=24 data.horizon=6
 
-Expected, five seeds, which also choose the held-out rows, with 95 % intervals: area under the ROC curve 0.988 ± 0.008 on
-breast cancer with recipe.class_weights=balanced in fp32, bf16 and fp16, as a logistic regression on the same rows; 1 to
-4 s on one core of a CPU. The sunspots are too few for it: rmse 40.0 ± 1.5, where linear regression has 35.0 (that run
-with model.options.dropout=0.2).
+Expected, five seeds, which also choose the held-out rows, with 95 % intervals: area under the ROC curve 0.988 ± 0.008
+on breast cancer with recipe.class_weights=balanced in fp32, bf16 and fp16, as a logistic regression on the same rows;
+1 to 4 s on one core of a CPU. The sunspots are too few for it: rmse 40.0 ± 1.5, where linear regression has 35.0 (that
+run with model.options.dropout=0.2).
 
 Sources: Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740); embeddings of categories: Guo and Berkhahn,
 "Entity Embeddings of Categorical Variables" (arXiv:1604.06737).
