@@ -64,7 +64,7 @@ def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
     """The `run` of a recipe, watched by the doctor."""
 
     def run(cfg: Any, env: Any) -> dict[str, float]:
-        from amp_core.doctor.monitors import doctor
+        from amp_core.doctor.watch import doctor
 
         env.doctor = doctor
         if cfg.task != "train":

@@ -12,44 +12,21 @@ from typing import Any, Literal
 
 from amp_core.doctor.findings import Finding
 from amp_core.doctor.marks import Collision
-from amp_core.doctor.places import Location
+from amp_core.doctor.places import Location, called
 from amp_core.doctor.values import Range
 
 LARGEST = 3.4028234663852886e38
 """The largest finite fp32 value."""
 
-Cause = Literal[
-    "overflow in a product",
-    "overflow in an addition",
-    "overflow in a reduction",
-    "overflow in a cast",
-    "overflow in a function",
-    "overflow in fp32",
-    "training diverges",
-    "loss scale too large",
-    "eps lost in 16 bits",
-    "division or logarithm of zero",
-    "outside the domain of a function",
-    "underflow in 16 bits",
-    "underflow in fp32",
-    "cancellation in 16 bits",
-    "rounding in 16 bits",
-    "16-bit sigmoid before a logarithm",
-    "sigmoid before a logarithm",
-    "nothing left by a mask",
-    "targets longer than their inputs",
-    "gradient norm beyond fp32",
-    "position collision",
-    "poisoned buffer",
-    "poisoned weight",
-    "poisoned gradient",
-    "poisoned moment",
-    "poisoned by the optimizer",
-    "poisoned tensor",
-    "bad input",
-    "infinite constant",
-    "not found",
-]
+_Range = Literal["overflow in fp32", "underflow in fp32", "underflow in 16 bits", "gradient norm beyond fp32"]
+_Overflow = Literal["overflow in a product", "overflow in an addition", "overflow in a reduction"]
+_Overflow16 = Literal["overflow in a cast", "overflow in a function", "loss scale too large"]
+_Rounding = Literal["eps lost in 16 bits", "cancellation in 16 bits", "rounding in 16 bits", "position collision"]
+_Domain = Literal["division or logarithm of zero", "outside the domain of a function", "nothing left by a mask"]
+_Loss = Literal["sigmoid before a logarithm", "16-bit sigmoid before a logarithm", "targets longer than their inputs"]
+_Poisoned = Literal["poisoned buffer", "poisoned weight", "poisoned gradient", "poisoned moment", "poisoned tensor"]
+_Elsewhere = Literal["poisoned by the optimizer", "training diverges", "bad input", "infinite constant", "not found"]
+Cause = Literal[_Range, _Overflow, _Overflow16, _Rounding, _Domain, _Loss, _Poisoned, _Elsewhere]
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "mul", "square", "addcmul", "linear", "outer"}
 _PRODUCTS |= {"convolution", "convolution_backward", "_scaled_mm", "linear_backward", "prelu", "_prelu_kernel"}
@@ -144,12 +121,17 @@ class Diagnosis:
     @property
     def headline(self) -> str:
         """The report as one line."""
-        where = "outside of the networks" if self.module is None else f"in {self.module or 'the network itself'}"
         parts = [f"step {self.step}: {self.cause}"]
-        parts += [f"{self.op} {where}"] if self.op else []
+        parts += [f"{self.op} {'' if self.module is None else 'in '}{called(self.module)}"] if self.op else []
         parts += [self.source] if self.source else []
         parts += [f"try {fix.override}" for fix in self.fixes[:1] if fix.override]
         return ", ".join(parts)
+
+    def diverges(self, why: str) -> None:
+        """Make it one of a training that no precision holds: what was to be kept in fp32 is withdrawn."""
+        self.cause, self.fixes = "training diverges", [ADVICE["training diverges"]]
+        self.islands, self.scale_that_fits = [], None
+        self.why += why
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -165,8 +147,8 @@ class Diagnosis:
             lines.append(f"  operation  {self.op}, {when}")
         has_place = bool(self.op or self.source) or self.module is not None
         if has_place and self.cause not in ("not found", "bad input") and not self.cause.startswith("poisoned"):
-            where = "outside of the networks" if self.module is None else self.module or "the network itself"
-            lines.append(f"  module     {where}" + (f" ({self.module_class})" if self.module_class else ""))
+            its_class = f" ({self.module_class})" if self.module_class else ""
+            lines.append(f"  module     {called(self.module)}{its_class}")
         if self.source:
             lines.append(f"  source     {self.source}" + (f"    {self.code}" if self.code else ""))
         lines += [f"  {'input' if i == 0 else '':<9}  {text}" for i, text in enumerate(self.inputs)]
@@ -194,8 +176,7 @@ class Diagnosis:
             if change := fix.python if self.in_python else fix.override:
                 lines.append(f"     {change}")
         if self.healed:
-            names = ", ".join(name or "the whole network" for name in self.islands)
-            lines.append(f"  healed: computed in fp32 from here on: {names}")
+            lines.append(f"  healed: computed in fp32 from here on: {modules_listed(self.islands)}")
         lines += [f"  also: {other}" for other in self.others[:5]]
         return "\n".join(lines).rstrip()
 
@@ -270,12 +251,8 @@ def explain(finding: Finding, cause: Cause) -> str:
     """The cause as a sentence."""
     dtype = finding.output.dtype
     limit = _LIMITS.get(dtype, 3.4e38)
-    what = finding.op.split(".")[-1].strip("_")
-    pass_ = (
-        "the backward pass of " + finding.place.forward.strip("_")
-        if finding.place.forward and finding.backward
-        else what
-    )
+    what, forward = finding.operator, finding.place.forward.strip("_")
+    pass_ = f"the backward pass of {forward}" if forward and finding.backward else what
     marks = dict(sorted(finding.marks))
     if cause in ("16-bit sigmoid before a logarithm", "sigmoid before a logarithm"):
         kinds = ("sigmoid", "wide sigmoid", "bce", "wide bce")
@@ -303,7 +280,7 @@ def explain(finding: Finding, cause: Cause) -> str:
         return "logdet was given a matrix whose determinant is negative."
     if cause in POLES or cause == "rounding in 16 bits":
         given = "has no finite value for its inputs"
-        if finding.backward and finding.place.forward.strip("_") in _DECOMPOSITIONS:
+        if finding.backward and forward in _DECOMPOSITIONS:
             given = "was given equal singular values or eigenvalues, whose vectors have no derivative"
         elif finding.at_a_pole:
             given = f"was given {finding.at_a_pole}"
@@ -356,6 +333,10 @@ def explain_collision(found: Collision) -> str:
     )
 
 
+def modules_listed(names: Sequence[str]) -> str:
+    return ", ".join(name or "the whole network" for name in names)
+
+
 def location_of(place: Location) -> dict[str, Any]:
     return {"module": place.module, "module_class": place.kind, "source": place.source, "code": place.code}
 
@@ -378,61 +359,49 @@ BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp
 BY_HAND = Fix(
     "code", "the program itself, not autocast, computes this in 16 bits: cast all that it is given to float32"
 )
-ADVICE: dict[Cause, Fix] = {
-    "eps lost in 16 bits": Fix(
-        "code",
-        "compute this line, what leads to it, and others with its eps in fp32; or choose one that 16 bits hold: 1e-3",
-    ),
-    "division or logarithm of zero": Fix(
-        "code",
-        "keep the argument away from 0 and from where it has no value: an eps or a clamp, in a root and not behind it",
-    ),
-    "outside the domain of a function": Fix(
-        "code",
-        "keep the argument where the function has a value: clamp it, off an end with an infinite slope",
-    ),
-    "underflow in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32"),
-    "cancellation in 16 bits": Fix(
-        "code",
-        "compute the difference, and what leads to it, in fp32 (a variance as the mean of squared deviations)",
-    ),
-    "underflow in fp32": Fix("code", "keep what it divides by away from 0, as by an eps, or compute it by logarithms"),
-    "rounding in 16 bits": Fix("code", "compute this line, and what leads to it, in fp32"),
-    "targets longer than their inputs": Fix(
-        "code", "zero_infinity=True leaves such samples out; or longer inputs, shorter targets"
-    ),
-    "sigmoid before a logarithm": Fix("code", "use binary_cross_entropy_with_logits"),
-    "16-bit sigmoid before a logarithm": Fix(
-        "code", "use binary_cross_entropy_with_logits, or an fp32 region that holds the sigmoid *and* the loss"
-    ),
-    "nothing left by a mask": Fix("code", "leave one key in every row, or set rows without keys to 0"),
-    "training diverges": Fix("code", "lower the learning rate (optimizer.lr)"),
-    "overflow in fp32": Fix(
-        "code",
-        "if numbers grew in training, lower the learning rate (optimizer.lr); "
-        "else make what leads to this line smaller",
-    ),
-    "poisoned buffer": Fix("data", "start from an earlier checkpoint (resume=<folder>) or reset the buffer"),
-    "poisoned weight": Fix(
-        "data", "start from an earlier checkpoint (resume=<folder>); if it never was finite, initialise it so"
-    ),
-    "poisoned gradient": Fix("code", "optimizer.zero_grad() before the window, also after a step that was skipped"),
-    "poisoned moment": Fix("data", "start from an earlier checkpoint (resume=<folder>), or with a new optimizer"),
-    "poisoned by the optimizer": Fix("code", "lower the learning rate (optimizer.lr), or repair eps or moments"),
-    "poisoned tensor": Fix("data", "make it finite where the program creates, loads or updates it"),
-    "infinite constant": Fix("code", "write a finite number, or keep what it masks from the loss"),
-    "bad input": Fix("data", "repair or remove the samples"),
-    "overflow in a product": BF16,
-    "overflow in an addition": BF16,
-    "overflow in a reduction": Fix("code", "sum in fp32: .float() before it, or dtype=torch.float32"),
-    "overflow in a cast": BF16,
-    "overflow in a function": BF16,
+_IN_FP32 = "compute this line, and what leads to it, in fp32"
+_WITH_LOGITS = "use binary_cross_entropy_with_logits"
+_EARLIER = "start from an earlier checkpoint (resume=<folder>)"
+_SLOWER = "lower the learning rate (optimizer.lr)"
+_CODE: dict[Cause, str] = {
+    "eps lost in 16 bits": "compute this line, what leads to it, and others with its eps in fp32; or choose one that "
+    "16 bits hold: 1e-3",
+    "division or logarithm of zero": "keep the argument away from 0 and from where it has no value: an eps or a clamp, "
+    "in a root and not behind it",
+    "outside the domain of a function": "keep the argument where the function has a value: clamp it, off an end with "
+    "an infinite slope",
+    "underflow in 16 bits": _IN_FP32,
+    "cancellation in 16 bits": "compute the difference, and what leads to it, in fp32 (a variance as the mean of "
+    "squared deviations)",
+    "underflow in fp32": "keep what it divides by away from 0, as by an eps, or compute it by logarithms",
+    "rounding in 16 bits": _IN_FP32,
+    "targets longer than their inputs": "zero_infinity=True leaves such samples out; or longer inputs, shorter targets",
+    "sigmoid before a logarithm": _WITH_LOGITS,
+    "16-bit sigmoid before a logarithm": f"{_WITH_LOGITS}, or an fp32 region that holds the sigmoid *and* the loss",
+    "nothing left by a mask": "leave one key in every row, or set rows without keys to 0",
+    "training diverges": _SLOWER,
+    "overflow in fp32": f"if numbers grew in training, {_SLOWER}; else make what leads to this line smaller",
+    "poisoned gradient": "optimizer.zero_grad() before the window, also after a step that was skipped",
+    "poisoned by the optimizer": f"{_SLOWER}, or repair eps or moments",
+    "infinite constant": "write a finite number, or keep what it masks from the loss",
+    "overflow in a reduction": "sum in fp32: .float() before it, or dtype=torch.float32",
 }
+_DATA: dict[Cause, str] = {
+    "poisoned buffer": f"{_EARLIER} or reset the buffer",
+    "poisoned weight": f"{_EARLIER}; if it never was finite, initialise it so",
+    "poisoned moment": f"{_EARLIER}, or with a new optimizer",
+    "poisoned tensor": "make it finite where the program creates, loads or updates it",
+    "bad input": "repair or remove the samples",
+}
+_RANGE: tuple[Cause, ...] = "overflow in a product", "overflow in an addition", "overflow in a cast"
+ADVICE: dict[Cause, Fix] = {cause: Fix("code", text) for cause, text in _CODE.items()}
+ADVICE |= {cause: Fix("data", text) for cause, text in _DATA.items()}
+ADVICE |= dict.fromkeys((*_RANGE, "overflow in a function"), BF16)
 
 
 def advice_for(cause: Cause, finding: Finding) -> Fix | None:
     """What to change, for this operation."""
-    what = finding.op.split(".")[-1].strip("_")
+    what, forward = finding.operator, finding.place.forward.strip("_")
     if cause == "underflow in 16 bits" and what in _LOGARITHMS:
         more = "; log_softmax for a softmax" if any("softmax" in origin for _, origin in finding.marks) else ""
         return Fix("code", f"compute this line, and what leads to it, in fp32{more}")
@@ -442,9 +411,9 @@ def advice_for(cause: Cause, finding: Finding) -> Fix | None:
         )
     if cause == "overflow in a reduction" and finding.backward:
         return Fix("code", "make the gradient smaller: divide the loss by a constant, such as the number of elements")
-    if finding.backward and finding.place.forward.strip("_") in _DECOMPOSITIONS and cause in POLES:
+    if finding.backward and forward in _DECOMPOSITIONS and cause in POLES:
         return Fix("code", "use what does not depend on the vectors, or add small different numbers to the diagonal")
-    if finding.backward and finding.place.forward.strip("_") in _HAVE_ENDS and cause in POLES:
+    if finding.backward and forward in _HAVE_ENDS and cause in POLES:
         return Fix("code", "keep the argument off the ends of its domain, where the slope is infinite: clamp it")
     if finding.at_a_pole == "a singular matrix" and not finding.is_constant and "det" not in what:
         return Fix("code", "add small numbers to the diagonal, or use torch.linalg.lstsq")

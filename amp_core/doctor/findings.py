@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from amp_core.doctor.marks import Marks
 from amp_core.doctor.places import Location
 from amp_core.doctor.values import Range
+
+T = TypeVar("T")
+Search = Generator[Any, None, T]
+"""Yields each window that whoever trains has to compute again; returns what was found."""
 
 
 @dataclass
@@ -42,6 +47,11 @@ class Finding:
     """It came after the last backward pass of the window, or between two of them and is differentiated by none."""
     tensor: str = ""
     """Name of what was non-finite from the start, or that overflows 16 bits; of a running variance below 0."""
+
+    @property
+    def operator(self) -> str:
+        """The operation's name, without its namespace."""
+        return self.op.split(".")[-1].strip("_")
 
 
 def is_among(finding: Finding, findings: Iterable[Finding]) -> bool:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,8 +26,9 @@ from amp_core.doctor.diagnosis import (
     advice_for,
     keep_fp32_call,
     keep_fp32_override,
+    modules_listed,
 )
-from amp_core.doctor.findings import Finding, is_among
+from amp_core.doctor.findings import Finding, Search, is_among
 from amp_core.doctor.plain_loop import in_32_bits, in_bf16, without_autocast
 from amp_core.lowp.islands import islands_of
 from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
@@ -35,6 +36,7 @@ from amp_core.step.report import Rehearsal
 
 if TYPE_CHECKING:
     from amp_core.doctor.locate import Doctor
+    from amp_core.doctor.trace import Trace
 
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Trying = Callable[[], contextlib.AbstractContextManager[int]]
@@ -95,7 +97,7 @@ class FixSearch:
 
     # --- what to change -----------------------------------------------------------------------------------------------
 
-    def too_large(self, diagnosis: Diagnosis, scale: float, fits: float) -> Generator[Any, None, None]:
+    def too_large(self, diagnosis: Diagnosis, scale: float, fits: float) -> Search[None]:
         """Write a diagnosis of a loss scale that is too large, where `fits` is finite for this window."""
         policy = self.amp.scaler.policy
         assert policy is not None
@@ -124,7 +126,7 @@ class FixSearch:
             text += "; a dynamic one also gets there by itself, one skipped step per halving"
         diagnosis.fixes = [self._scale_fix(text, trial, **fields)]
 
-    def add_fixes(self, diagnosis: Diagnosis, finding: Finding) -> Generator[Any, None, None]:
+    def add_fixes(self, diagnosis: Diagnosis, finding: Finding) -> Search[None]:
         """Add fixes to a diagnosis."""
         cause = diagnosis.cause
         advice = advice_for(cause, finding)
@@ -155,9 +157,8 @@ class FixSearch:
                 elif diagnosis.fixes:
                     advice = None
                 else:
-                    trace, _ = yield from self.doctor.trace(self.replay)
                     advice = BY_HAND
-                    if not any(self.agree(is_among(finding, trace.findings))):
+                    if not (yield from self._recurs(finding)):
                         wide = yield from self._in_fp32()
                         advice = dataclasses.replace(BF16, verified=False) if wide.steps else ADVICE["overflow in fp32"]
                         diagnosis.why += "" if wide.steps else " Without autocast the window is not finite either."
@@ -165,22 +166,20 @@ class FixSearch:
         if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":
             diagnosis.fixes.append(BF16)
 
-    def unless_it_diverges(self, diagnosis: Diagnosis) -> Generator[Any, None, None]:
+    def unless_it_diverges(self, diagnosis: Diagnosis) -> Search[None]:
         """Withdraw fixes with which the loss grows, if it does in fp32, too, and with a learning rate of 0 does not."""
         if (growing := self._growing) is None or not any(fix.verified for fix in diagnosis.fixes):
             return
         wide, still = (yield from self._in_fp32()), (yield from self._in_fp32(moves=False))
         if (wide.grows or (wide.steps and not wide.holds)) and still.holds and not still.grows:
             first, last = growing.losses[0], growing.losses[-1]
-            diagnosis.cause, diagnosis.fixes = "training diverges", [ADVICE["training diverges"]]
-            diagnosis.islands, diagnosis.scale_that_fits = [], None
-            diagnosis.why += (
+            diagnosis.diverges(
                 f" Where the window is finite, the loss grows from {first:.3g} to {last:.3g} in {growing.most} steps; "
                 f"without autocast it {'grows' if wide.holds else 'ends in a NaN'}, too, and with a learning rate of 0 "
                 "it does not."
             )
 
-    def scale_down(self, diagnosis: Diagnosis) -> Generator[Any, None, None]:
+    def scale_down(self, diagnosis: Diagnosis) -> Search[None]:
         """Put a loss scale below 1 before the other fixes, if there is one that fits."""
         fits = yield from self.largest_scale(min(diagnosis.loss_scale, 1.0), _LEAST_SCALE)
         if fits is not None:
@@ -190,7 +189,7 @@ class FixSearch:
                 fix = self._scale_fix("scale the loss down", trial, init_scale=fits, min_scale=2.0**_LEAST_SCALE)
                 diagnosis.fixes.insert(0, fix)
 
-    def _try_islands(self, diagnosis: Diagnosis) -> Generator[Any, None, bool | None]:
+    def _try_islands(self, diagnosis: Diagnosis) -> Search[bool | None]:
         """Add islands to a diagnosis. False: none make the window finite; None: in no precision do they last."""
         scale, module = diagnosis.loss_scale, diagnosis.module
         names, made = [] if module is None else [module], []
@@ -211,7 +210,7 @@ class FixSearch:
                 compiled.enter_context(backward_outside_autocast())
                 trial, fits, made = yield from self._islands_at(names, scale)
             if trial.steps and not trial.holds:
-                first, broken = f"{_listed(made)} in fp32", trial
+                first, broken = f"{modules_listed(made)} in fp32", trial
                 first += f" at loss scale {fits:g}" if fits < scale else ""
                 first += f" and with {BACKWARD}" if outside else ""
                 wide = yield from self._in_fp32()
@@ -235,7 +234,7 @@ class FixSearch:
                 why = "finite in eager code, but not as it is compiled here"
             if trial.is_flat or is_far:
                 why = "finite, and " + ("all gradients are 0" if trial.is_flat else "its loss is far from that in fp32")
-            text = f"compute in fp32: {_listed(made)}: {why}"
+            text = f"compute in fp32: {modules_listed(made)}: {why}"
             diagnosis.fixes.append(Fix("override", text, python=self._call(made), verified=False))
             return True
         diagnosis.islands = made
@@ -247,15 +246,13 @@ class FixSearch:
         diagnosis.fixes.append(fix)
         return True
 
-    def _islands_at(self, names: list[str], scale: float) -> Generator[Any, None, tuple[Trial, float, list[str]]]:
+    def _islands_at(self, names: list[str], scale: float) -> Search[tuple[Trial, float, list[str]]]:
         """How long islands last, the loss scale, and the islands that could be made."""
         with self.doctor.as_islands(names) as made:
             trial, fits = yield from self._at_smaller_scales(scale)
         return trial, fits, made
 
-    def _give_up(
-        self, diagnosis: Diagnosis, what: str, trial: Trial, *, is_said: bool = False
-    ) -> Generator[Any, None, None]:
+    def _give_up(self, diagnosis: Diagnosis, what: str, trial: Trial, *, is_said: bool = False) -> Search[None]:
         """Report that a fix does not last, and what else to do."""
         breaks = f"{_ordinal(trial.steps)} step after it breaks."
         diagnosis.why += f" The {breaks}" if is_said else f" With {what} the window is finite, and the {breaks}"
@@ -278,7 +275,7 @@ class FixSearch:
 
     # --- trials -------------------------------------------------------------------------------------------------------
 
-    def lasts(self, scale: float, *, moves: bool = True) -> Generator[Any, None, Trial]:
+    def lasts(self, scale: float, *, moves: bool = True) -> Search[Trial]:
         """For how many steps training is finite, compiled if it is; the learning rate is 0 unless it `moves`."""
         losses, has_slope = list[float](), False
         with self.trying() as most, self.amp.scaler.held_at(scale):
@@ -311,7 +308,7 @@ class FixSearch:
         largest = max((float(loss.float().sum()) for loss in rehearsal.losses), default=0.0)
         return largest / self.amp.scale if is_scaled else largest
 
-    def _in_fp32(self, *, moves: bool = True) -> Generator[Any, None, Trial]:
+    def _in_fp32(self, *, moves: bool = True) -> Search[Trial]:
         """As `lasts`, without autocast, at a loss scale of 1 or less. Tried once."""
         if moves not in self._wides:
             growing = self._growing
@@ -321,7 +318,7 @@ class FixSearch:
             self._growing = growing  # fp32 is no candidate
         return self._wides[moves]
 
-    def _is_far_from_fp32(self, trial: Trial) -> Generator[Any, None, bool]:
+    def _is_far_from_fp32(self, trial: Trial) -> Search[bool]:
         """Whether the first loss of a trial is less than half of that in fp32, or more than twice."""
         if not self.doctor.may_leave_autocast:
             return False
@@ -333,17 +330,21 @@ class FixSearch:
                 there = self._wide_loss = self.agree(self.loss_of(rehearsal) if has_loss else math.nan)[0]
         return math.isfinite(there) and not 0.5 * abs(there) <= abs(here) <= 2 * abs(there)
 
-    def _first_module_at(self, scale: float, steps: int) -> Generator[Any, None, str | None]:
+    def _first_module_at(self, scale: float, steps: int) -> Search[str | None]:
         """The module that breaks a trial after this many steps."""
         with self.trying(), self.amp.scaler.held_at(scale):
             for step in range(steps):
                 with self.replay(ahead=step, as_trained=True, steps=True) as (_, window):
                     yield window
             trace, _ = yield from self.doctor.trace(functools.partial(self.replay, ahead=steps, steps=True))
-        found = self.agree(trace.first and trace.first.place.module)
-        return next((module for module in found if module is not None), None)
+        return self._module_of(trace)
 
-    def _at_smaller_scales(self, scale: float) -> Generator[Any, None, tuple[Trial, float]]:
+    def _module_of(self, trace: Trace, others_than: Sequence[str] = ()) -> str | None:
+        """The module of the first finding, of the first rank that has one."""
+        found = self.agree(trace.first and trace.first.place.module)
+        return next((module for module in found if module is not None and module not in others_than), None)
+
+    def _at_smaller_scales(self, scale: float) -> Search[tuple[Trial, float]]:
         """How long training is finite at the largest loss scale that fits, and that scale."""
         trial = yield from self.lasts(scale)
         has_scale = self.amp.scaler.policy is not None
@@ -358,7 +359,7 @@ class FixSearch:
             trial = yield from self.lasts(scale)
         return trial, scale
 
-    def largest_scale(self, scale: float, least: int = 0) -> Generator[Any, None, float | None]:
+    def largest_scale(self, scale: float, least: int = 0) -> Search[float | None]:
         """The largest power of two below `scale`, from 2^least, at which the window is finite; None: there is none."""
         low, high = least, math.floor(math.log2(scale))  # 2^high is too large
         if high <= low or not (yield from self._at_scale(2.0**low)):
@@ -371,18 +372,21 @@ class FixSearch:
                 high = middle
         return 2.0**low
 
-    def _at_scale(self, scale: float) -> Generator[Any, None, bool]:
+    def _at_scale(self, scale: float) -> Search[bool]:
         with self.amp.scaler.held_at(scale):
             return (yield from self.doctor.is_finite(self.replay, as_trained=True))
 
-    def _casts_by_itself(self, finding: Finding) -> Generator[Any, None, bool]:
+    def _recurs(self, finding: Finding) -> Search[bool]:
+        trace, _ = yield from self.doctor.trace(self.replay)
+        return any(self.agree(is_among(finding, trace.findings)))
+
+    def _casts_by_itself(self, finding: Finding) -> Search[bool]:
         """Whether an operation still runs in 16 bits, and overflows, in an island."""
         module = finding.place.module
         if module is None and self.doctor.plain is None:  # other code may not bear other dtypes
             return False
         with without_autocast() if module is None else self.doctor.as_islands([module]):
-            trace, _ = yield from self.doctor.trace(self.replay)
-        return any(self.agree(is_among(finding, trace.findings)))
+            return (yield from self._recurs(finding))
 
     # --- as settings --------------------------------------------------------------------------------------------------
 
@@ -398,7 +402,7 @@ class FixSearch:
 
     def island_fix(self, names: list[str], scale: float | None = None, steps: int = 1) -> Fix:
         """A fix that keeps modules in fp32, and begins with a smaller loss scale."""
-        text = f"compute in fp32: {_listed(names)}"
+        text = f"compute in fp32: {modules_listed(names)}"
         # An override replaces the list: include the existing islands.
         override, python = keep_fp32_override([*islands_of(self.doctor.nets), *names]), self._call(names)
         if scale is not None:
@@ -412,7 +416,7 @@ class FixSearch:
 
     # --- islands ------------------------------------------------------------------------------------------------------
 
-    def smallest_islands(self, first: str | None, *, is_too_small: bool = False) -> Generator[Any, None, list[str]]:
+    def smallest_islands(self, first: str | None, *, is_too_small: bool = False) -> Search[list[str]]:
         """A smallest set of islands that makes the window finite; [] if there is none.
 
         First the module of the first finding, then also those found after it, then every module. From a sufficient set,
@@ -427,8 +431,7 @@ class FixSearch:
                 if enough:
                     break
                 trace, _ = yield from self.doctor.trace(self.replay)
-            found = self.agree(trace.first and trace.first.place.module)
-            following = next((module for module in found if module is not None and module not in names), None)
+            following = self._module_of(trace, names)
             if following is None:
                 break
             names = [*names, following]
@@ -441,7 +444,7 @@ class FixSearch:
                 enough = yield from self.doctor.is_finite(self.replay)
         return (yield from self._minimise(names)) if enough else []
 
-    def _minimise(self, names: list[str]) -> Generator[Any, None, list[str]]:
+    def _minimise(self, names: list[str]) -> Search[list[str]]:
         parts = 2
         while len(names) > 1:
             size = math.ceil(len(names) / parts)
@@ -465,7 +468,3 @@ def has_grown(losses: Sequence[float]) -> bool:
 
 def _ordinal(number: int) -> str:
     return ("first", "second", "third", "fourth", "fifth")[number - 1]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(name or "the whole network" for name in names)

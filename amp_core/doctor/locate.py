@@ -16,10 +16,11 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_core.doctor.diagnosis import (
@@ -37,7 +38,7 @@ from amp_core.doctor.diagnosis import (
     listed,
     location_of,
 )
-from amp_core.doctor.findings import Finding, is_among
+from amp_core.doctor.findings import Finding, Search, is_among
 from amp_core.doctor.fixes import FixSearch, Replay, Trying
 from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_32_bits, in_one_thread, with_finite, without_autocast
 from amp_core.doctor.steps import after_the_step
@@ -49,6 +50,9 @@ from amp_core.step.amp import Amp
 from amp_core.step.observer import observing
 from amp_core.step.report import Rehearsal
 from amp_core.tensors import has_16bit, is_sharded, unwrap
+
+if TYPE_CHECKING:
+    from amp_core.run.loop import Loop
 
 Agree = Callable[[Any], list[Any]]
 
@@ -159,7 +163,7 @@ class Doctor:
 
     # --- the search -------------------------------------------------------------------------------------------------
 
-    def diagnose(self, replay: Replay, trying: Trying | None = None) -> Generator[Any, None, Diagnosis | None]:
+    def diagnose(self, replay: Replay, trying: Trying | None = None) -> Search[Diagnosis | None]:
         """Yield the window each time it has to be rerun; return the diagnosis.
 
         Args:
@@ -174,7 +178,7 @@ class Doctor:
             found.why += f" What {each} computes could not be followed: numbers that came from there have no origin."
         return found
 
-    def _search(self, replay: Replay, trying: Trying | None = None) -> Generator[Any, None, Diagnosis | None]:
+    def _search(self, replay: Replay, trying: Trying | None = None) -> Search[Diagnosis | None]:
         fixes = FixSearch(self, replay, trying)
         everywhere = yield from self._look(replay)
         clip = next((one["clip"] for one in everywhere if one["clip"] is not None), None)
@@ -257,7 +261,7 @@ class Doctor:
         yield from fixes.unless_it_diverges(diagnosis)
         return diagnosis
 
-    def _look(self, replay: Replay) -> Generator[Any, None, list[dict[str, Any]]]:
+    def _look(self, replay: Replay) -> Search[list[dict[str, Any]]]:
         """What each rank finds in the window."""
         trace, rehearsal = yield from self.trace(replay)
         return self.agree(self._summary(trace, rehearsal))
@@ -275,7 +279,7 @@ class Doctor:
                     changed.enter_context(with_finite(tensor, float(name.endswith("running_var"))))
             yield rehearsal, window
 
-    def trace(self, replay: Replay, *, in_steps: bool = False) -> Generator[Any, None, tuple[Trace, Rehearsal]]:
+    def trace(self, replay: Replay, *, in_steps: bool = False) -> Search[tuple[Trace, Rehearsal]]:
         """Watch the window; with `in_steps` the steps of optimizers, too."""
         with replay() as (rehearsal, window):
             trace = Trace(self.names, self._tensors(window), in_steps=in_steps)
@@ -284,7 +288,7 @@ class Doctor:
         self._lost |= trace.lost
         return trace, rehearsal
 
-    def _in_fp32(self, diagnosis: Diagnosis, finding: Finding, replay: Replay) -> Generator[Any, None, bool]:
+    def _in_fp32(self, diagnosis: Diagnosis, finding: Finding, replay: Replay) -> Search[bool]:
         """Whether a zero is none without autocast: then 16 bits made it, as where only the program's casts do."""
         with self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
             with in_32_bits(self.nets) as wide, without_autocast(), in_one_thread(self.names):
@@ -331,7 +335,7 @@ class Doctor:
         found.num_ranks = len(self.agree(None))
         return found
 
-    def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Generator[Any, None, bool]:
+    def is_finite(self, replay: Replay, *, as_trained: bool = False) -> Search[bool]:
         """Whether the window is finite on all ranks."""
         with replay(as_trained=as_trained) as (rehearsal, window):
             yield window
@@ -361,7 +365,7 @@ class Doctor:
             "collisions": trace.collisions,
         }
 
-    def _silent(self, replay: Replay, everywhere: list[dict[str, Any]]) -> Generator[Any, None, Diagnosis | None]:
+    def _silent(self, replay: Replay, everywhere: list[dict[str, Any]]) -> Search[Diagnosis | None]:
         """Diagnose a finite window: positions that collide in 16 bits."""
         for rank, one in enumerate(everywhere):
             for collision in one["collisions"][:1]:
@@ -426,3 +430,19 @@ class Doctor:
     def _called(self, name: str) -> str:
         """The module itself, or the nn.MultiheadAttention around it, which uses its submodules' weights directly."""
         return next((each for each in self._attentions if f"{name}.".startswith(f"{each}.")), name)
+
+
+def doctor_of(loop: Loop) -> Doctor:
+    """A doctor for the networks of a run."""
+    env = loop.env
+    nets = [*env.nets]
+    nets += [(name, p) for name, p in loop.parts.items() if p in loop.nets and all(p is not net for _, net in nets)]
+
+    def agree(value: Any) -> list[Any]:
+        if env.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * env.world_size
+        dist.all_gather_object(values, value, group=env.host_group)
+        return values
+
+    return Doctor(loop.amp, nets, rank=env.rank, agree=agree)

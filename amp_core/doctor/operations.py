@@ -174,12 +174,9 @@ def cancels(call: Call, output: Tensor) -> bool:
 
 
 def has_infinite_scalar(args: Sequence[Any]) -> bool:
-    return any(
-        not abs(a) < math.inf
-        if isinstance(a, int | float)
-        else isinstance(a, Tensor) and a.numel() == 1 and not is_finite(a)
-        for a in args
-    )
+    numbers = [a for a in args if isinstance(a, int | float)]
+    tensors = [a for a in args if isinstance(a, Tensor) and a.numel() == 1]
+    return not (all(map(math.isfinite, numbers)) and all(map(is_finite, tensors)))
 
 
 def small_number(args: Sequence[Any]) -> float | None:

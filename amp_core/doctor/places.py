@@ -46,13 +46,16 @@ class Location:
     """In the backward pass: the differentiated operation, to which module and source belong."""
 
     def __str__(self) -> str:
-        inside = f"{self.module or 'the network itself'} ({self.kind})"
-        return f"{'outside of the networks' if self.module is None else inside}, {self.source}"
+        return f"{called(self.module)}{'' if self.module is None else f' ({self.kind})'}, {self.source}"
 
     @property
     def phrase(self) -> str:
         """Where, to be read after an operation."""
         return f"{'' if self.module is None else 'in '}{self}"
+
+
+def called(module: str | None) -> str:
+    return "outside of the networks" if module is None else module or "the network itself"
 
 
 BEFORE = Location(None, "", "before the window", "")

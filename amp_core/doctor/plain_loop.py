@@ -292,7 +292,6 @@ def _tell(amp: Amp, rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
     check_gradients(grads, scaled=False)
     for observer in amp.observers:
         observer.on_step_begin()
-    for observer in amp.observers:
         observer.on_gradients(params, grads, False)
     bad = torch.tensor(not all(map(is_finite, local(grads))))
     rehearsal.add(bad)

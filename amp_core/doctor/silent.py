@@ -1,7 +1,7 @@
 """Faults that raise nothing: gradients and activations that became 0 in fp16, 16-bit weights that do not move, infinite
 running variances, a loss scale at its floor, evaluations that are not finite.
 
-The step of a log line is counted on the device, and the worst modules are read with the line. A suspicious one is
+The step of a log line is counted on the device, and the worst modules are read with the line. One above its limit is
 computed again under a larger loss scale or without autocast: dead channels of a ReLU and unused rows of an embedding
 are 0 there, too. Each kind is reported once in a run.
 """
@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from amp_core.data.loading import checking_batches
 from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, advice_for, cause_of, keep_fp32_override, listed
-from amp_core.doctor.findings import is_among
+from amp_core.doctor.findings import Search, is_among
 from amp_core.doctor.fixes import FixSearch
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.trace import Trace
-from amp_core.doctor.values import HALF, bad_rows, is_finite, named_tensors, tensors_in
+from amp_core.doctor.values import HALF, bad_rows, is_finite, named_tensors, spread, tensors_in
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.lowp.weights import is_low, master_params
 from amp_core.memory.recompute import recomputed
@@ -40,9 +40,8 @@ from amp_core.tensors import local
 logger = logging.getLogger("amp_recipes")
 
 _LEAST = {"outputs": 2.0**-7, "gradients": 0.5, "weights": 0.5, "statistics": 0.0}
-"""A module with a larger share of such numbers is suspicious."""
+"""A module with a larger share of such numbers is examined."""
 _GATES = tuple(f"torch.nn.modules.{name}" for name in ("activation", "container", "dropout", "pooling"))
-Search = Generator[Any, None, str | None]
 
 
 class Silent(Observer):
@@ -153,7 +152,7 @@ class Silent(Observer):
             candidates["floor"] = ""  # with skipped steps the log says it
         self.candidates = {kind: name for kind, name in candidates.items() if self._tries[kind] > 0}
 
-    def examine(self, step: int) -> Generator[Any, None, None]:
+    def examine(self, step: int) -> Search[None]:
         """Yield windows to rerun; log what they prove."""
         candidates, self.candidates = self.candidates, {}
         looks = {"gradients": self._gradients, "outputs": self._outputs, "floor": self._floor}
@@ -181,7 +180,7 @@ class Silent(Observer):
         how = {"o3": "amp=o2", "bf16_pure": "amp.update=stochastic"}.get(self.loop.cfg.amp.name, "keep them in fp32")
         return f"{name}: most 16-bit weights or averages did not move since the last log line, lost to rounding; {how}"
 
-    def _rerun(self, step: int, kind: str, scale: float) -> Generator[Any, None, dict[str, float]]:
+    def _rerun(self, step: int, kind: str, scale: float) -> Search[dict[str, float]]:
         """Shares by module, in the order of computation; {}: the step is not finite."""
         amp = self.loop.amp
         with amp.scaler.held_at(scale), self.sampling(outputs=True), replay(self.loop, step) as (rehearsal, window):
@@ -190,7 +189,7 @@ class Silent(Observer):
         row = self._shares({})[list(_LEAST).index(kind)].tolist()
         return {self._names[i]: row[i] for i in order} if all(self.doctor.agree(rehearsal.is_finite)) else {}
 
-    def _gradients(self, step: int, name: str) -> Search:
+    def _gradients(self, step: int, name: str) -> Search[str | None]:
         amp, policy, tried = self.loop.amp, self.loop.amp.scaler.policy, dict[str, float]()
         scale, how = amp.scale, "" if policy else "amp=o2 "
         now = (yield from self._rerun(step, "gradients", scale)).get(name, 0.0)
@@ -210,7 +209,7 @@ class Silent(Observer):
             f"{now:.1%} of the gradients of {name} are 0 at loss scale {scale:g}, {tried[how]:.1%} with {how} (tried)"
         )
 
-    def _outputs(self, step: int, name: str) -> Search:
+    def _outputs(self, step: int, name: str) -> Search[str | None]:
         if not self.doctor.can_make_islands:
             return None
         scale, least = self.loop.amp.scale, _LEAST["outputs"]
@@ -227,7 +226,7 @@ class Silent(Observer):
         each = next(iter(lost), None)
         return each and f"{lost[each]:.1%} of the outputs of {each} are 0 in fp16 only; amp=bf16"
 
-    def _floor(self, step: int, name: str) -> Search:
+    def _floor(self, step: int, name: str) -> Search[str | None]:
         policy, names = self.loop.amp.scaler.policy, list[str]()
         assert policy is not None
         run = functools.partial(replay, self.loop, step)
@@ -290,5 +289,4 @@ class Silent(Observer):
 
 def _sample(tensor: Tensor) -> Tensor:
     """A copy of at most 4096 numbers of this rank, from all over the tensor."""
-    flat = next(iter(local([tensor]))).detach().flatten()
-    return flat[:: -(-len(flat) // 2**12) or 1].clone()
+    return spread(local([tensor])[0].detach(), 2**12).clone()

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.doctor.values import tensors_in
-from amp_core.doctor.watch import doctor_of
+from amp_core.doctor.locate import doctor_of
+from amp_core.doctor.values import spread, tensors_in
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recomputed
 from amp_core.run.log import Log
 from amp_core.run.loop import Loop
+from amp_core.run.meters import Reading
 from amp_core.step.observer import Observer, observing
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
@@ -149,18 +150,10 @@ class _Sampled:
             lost = torch.stack([one.lost.to(scale.device) for one in several]).sum()
             counts = torch.stack([one.counts.to(scale.device) for one in several]).sum(0)
             rows += [torch.stack([largest.double(), lost.double()]), counts.double()]
-        self._numbers = torch.cat(rows)
-        self._event = None
-        if self._numbers.is_cuda:
-            host = torch.empty(self._numbers.shape, dtype=self._numbers.dtype, pin_memory=True)
-            self._numbers = host.copy_(self._numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._numbers = Reading(torch.cat(rows))
 
     def line(self) -> dict[str, Any]:
-        if self._event is not None:
-            self._event.synchronize()
-        scale, *numbers = self._numbers.tolist()
+        scale, *numbers = self._numbers.values()
         width = 2 + _NUM_PLACES
         layers: dict[str, dict[str, Any]] = {}
         for i, (name, kind) in enumerate(self._keys):
@@ -177,14 +170,3 @@ def _shares(row: list[float]) -> dict[str, Any]:
         "zeros": zeros / (zeros + not_zero + not_finite),
         "exponents": {str(e): n / not_zero for e, n in enumerate(counts, -127) if n},
     }
-
-
-def spread(tensor: Tensor, limit: int) -> Tensor:
-    """At most `limit` evenly spread elements of a tensor, one-dimensional. A view if its memory is dense."""
-    # In memory order, so that channels_last images are not copied.
-    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    flat = tensor.permute(order).reshape(-1)
-    step = -(-len(flat) // limit)
-    while step > 1 and math.gcd(step, len(flat)) > 1:
-        step += 1  # a divisor of a dimension would sample the same few channels
-    return flat[::step]

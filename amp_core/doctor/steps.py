@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, Diagnosis, Fix, advice_for, cause_of
-from amp_core.doctor.findings import Finding
+from amp_core.doctor.findings import Finding, Search
 from amp_core.doctor.fixes import STEPS, FixSearch
 from amp_core.doctor.values import dtype_name, is_finite, own_names
 from amp_core.lowp.weights import weights_by_side
@@ -26,7 +26,7 @@ _OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
 _OF_GRADIENTS = {"exp_avg", "momentum_buffer", "grad_avg"}
 
 
-def after_the_step(fixes: FixSearch) -> Generator[Any, None, Diagnosis | None]:
+def after_the_step(fixes: FixSearch) -> Search[Diagnosis | None]:
     """Whether the step of a finite window makes weights non-finite, why, and an eps that ends it."""
     bad, optimizers, is_by_torch = yield from _weights_after(fixes, 1)
     if not bad:
@@ -60,7 +60,7 @@ def after_the_step(fixes: FixSearch) -> Generator[Any, None, Diagnosis | None]:
 
 def _weights_after(
     fixes: FixSearch, steps: int, optimizers: Iterable[torch.optim.Optimizer] = (), eps: float = 0.0
-) -> Generator[Any, None, tuple[list[str], set[torch.optim.Optimizer], bool]]:
+) -> Search[tuple[list[str], set[torch.optim.Optimizer], bool]]:
     """What steps make non-finite and why, the optimizers, and whether one of torch's own did it."""
     names = own_names(fixes.doctor.nets)
     bad, used, by_torch, losses = list[str](), set[torch.optim.Optimizer](), set[Tensor](), list[float]()
@@ -93,7 +93,7 @@ def _weights_after(
     return [each for found in fixes.agree(bad) for each in found], used, any(fixes.agree(bool(by_torch)))
 
 
-def _origin_after(fixes: FixSearch) -> Generator[Any, None, tuple[str, Finding] | None]:
+def _origin_after(fixes: FixSearch) -> Search[tuple[str, Finding] | None]:
     """A weight, and the operation of an optimizer, or of the program after its step, that makes it non-finite."""
     with fixes.trying():
         again = functools.partial(fixes.replay, steps=True)

@@ -389,7 +389,7 @@ class Trace(Observer, DispatchMode):
         beyond = [each for each in beyond if not each.is_constant]
         if is_emptied and beyond:
             first = beyond[0]
-            what = f"{first.op.split('.')[-1].strip('_')} in {first.output.dtype} at {first.place.source}"
+            what = f"{first.operator} in {first.output.dtype} at {first.place.source}"
             marks |= {("beyond", what)}
         finding = self._finding(call, bad[0], is_nan, bool(constants), marks)
         # Sums of masks and scores are treated like an infinity that the program writes.

@@ -172,17 +172,25 @@ def bad_rows(tensor: Tensor) -> list[int]:
     return rows if len(rows) < tensor.shape[0] else []
 
 
+def spread(tensor: Tensor, limit: int) -> Tensor:
+    """At most `limit` evenly spread elements of a tensor, one-dimensional. A view if its memory is dense."""
+    # In memory order, so that channels_last images are not copied.
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    flat = tensor.permute(order).reshape(-1)
+    step = max(-(-len(flat) // limit), 1)
+    while step > 1 and math.gcd(step, len(flat)) > 1:
+        step += 1  # a divisor of a dimension would sample the same few channels
+    return flat[::step]
+
+
 # --- tensors by name --------------------------------------------------------------------------------------------------
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(item)
 
 

@@ -34,11 +34,13 @@ from torch import Tensor
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import redact
-from amp_core.doctor.diagnosis import ADVICE, Diagnosis, Fix
-from amp_core.doctor.locate import Doctor
+from amp_core.doctor.diagnosis import Diagnosis, Fix
+from amp_core.doctor.findings import Search
+from amp_core.doctor.locate import doctor_of
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.silent import Silent
-from amp_core.doctor.trace import Trace
+from amp_core.doctor.statistics import Statistics
+from amp_core.doctor.trace import NEEDED, Trace
 from amp_core.doctor.values import is_finite, named_tensors
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
@@ -49,6 +51,7 @@ from amp_core.step.observer import Observer
 from amp_core.step.report import StepReport
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import has_16bit, local
+from amp_core.torch_private import is_missing
 
 logger = logging.getLogger("amp_recipes")
 
@@ -188,7 +191,7 @@ class Watch(Observer):
         self._report(diagnosis)
         return diagnosis
 
-    def _diagnose(self, step: int) -> Generator[Any, None, Diagnosis | None]:
+    def _diagnose(self, step: int) -> Search[Diagnosis | None]:
         loop = self.loop
         undone = functools.partial(trying, loop, step) if self._origin is not None else None
         return (yield from self.doctor.diagnose(functools.partial(replay, loop, step), undone))
@@ -221,12 +224,11 @@ class Watch(Observer):
             return checkpoint
         return (self._origin_step, self._origin) if self._origin is not None and self._origin_step < step else None
 
-    def _from_checkpoint(self, start: tuple[int, Any], step: int) -> Generator[Any, None, Diagnosis | None]:
+    def _from_checkpoint(self, start: tuple[int, Any], step: int) -> Search[Diagnosis | None]:
         loop = self.loop
-        present = snapshot(loop)
         if start[0] + 1 < step:
             logger.info("the doctor trains steps %d to %d again", start[0] + 1, step - 1)
-        try:
+        with trying(loop, step):
             restore(loop, start[1])
             while loop.step < step - 1:
                 with rerun_step(loop) as window:
@@ -237,8 +239,6 @@ class Watch(Observer):
             if diagnosis is not None:
                 diagnosis.step = step
             return diagnosis
-        finally:
-            restore(loop, present)
 
     def _has_finite_weights(self) -> bool:
         weights = local(p for net in self.loop.nets for p in net.parameters())
@@ -251,24 +251,19 @@ class Watch(Observer):
         if self._origin is None or has_16bit(loop.env.nets):
             return
         loss, norm = yield from self._loss_and_norm(step)
-        present = snapshot(loop)
-        try:
+        with trying(loop, step):
             restore(loop, self._origin)
             first_loss, first_norm = yield from self._loss_and_norm(step)
-        finally:
-            restore(loop, present)
         # A recipe may tell of no loss. One that is NaN now is no better than one that has grown.
         has_grown = math.isfinite(first_loss) and not loss <= first_loss + abs(first_loss)
         if first_norm and norm > _GROWN * first_norm and has_grown:
             how = "" if loop.amp.dtype is torch.float32 else "without autocast "
-            diagnosis.cause, diagnosis.islands = "training diverges", []
-            diagnosis.fixes, diagnosis.scale_that_fits = [ADVICE["training diverges"]], None
-            diagnosis.why += (
+            diagnosis.diverges(
                 f" But {how}the loss of this window is {loss:.4g}, and {first_loss:.4g} with the weights "
                 f"of step {self._origin_step}, whose norm has grown from {first_norm:.4g} to {norm:.4g}."
             )
 
-    def _loss_and_norm(self, step: int) -> Generator[Any, None, tuple[float, float]]:
+    def _loss_and_norm(self, step: int) -> Search[tuple[float, float]]:
         """The largest of a window's losses without autocast, and the norm of all weights.
 
         Not their mean: those of a GAN cancel.
@@ -354,17 +349,8 @@ def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windo
     found.append(diagnosis)
 
 
-def doctor_of(loop: Loop) -> Doctor:
-    """A doctor for the networks of a run."""
-    env = loop.env
-    nets = [*env.nets]
-    nets += [(name, p) for name, p in loop.parts.items() if p in loop.nets and all(p is not net for _, net in nets)]
-
-    def agree(value: Any) -> list[Any]:
-        if env.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * env.world_size
-        dist.all_gather_object(values, value, group=env.host_group)
-        return values
-
-    return Doctor(loop.amp, nets, rank=env.rank, agree=agree)
+def doctor(loop: Loop) -> tuple[Watch | None, Statistics | None]:
+    """The watch and the statistics of a run, or None. The watch needs the private torch names of the trace."""
+    watch = None if loop.cfg.doctor.name == "off" or is_missing(*NEEDED) else Watch(loop)
+    sampled = loop.cfg.doctor.statistics_every is not None and loop.env.is_main
+    return watch, Statistics(loop) if sampled else None
