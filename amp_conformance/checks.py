@@ -455,13 +455,7 @@ def a_nan_in_bf16_reaches_no_weight(trainer: Trainer, draw: random.Random) -> No
     _stays_finite(trainer, draw, "bf16", None)
 
 
-@check(
-    "skipped steps",
-    "Clipping divides by a norm that is NaN: so is every weight.",
-    "step",
-    NAN,
-    also_fused=True,
-)
+@check("skipped steps", "Clipping divides by a norm that is NaN: so is every weight.", "step", NAN, also_fused=True)
 def a_nan_that_is_clipped_reaches_no_weight(trainer: Trainer, draw: random.Random) -> None:
     _stays_finite(trainer, draw, "bf16", 100.0)
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,11 @@ class Task:
         """torch's context of a forward pass in the mode."""
         is_on = self.dtype is not torch.float32
         return torch.autocast("cpu", dtype=self.dtype if is_on else None, enabled=is_on)
+
+    def scaler(self) -> Any:
+        """torch's scaler with the policy of the task, disabled unless the mode is fp16."""
+        is_on = self.mode == "fp16"
+        return torch.amp.GradScaler("cpu", self.init_scale, growth_interval=self.growth_interval, enabled=is_on)  # type: ignore[attr-defined]
 
     def windows(self, epoch: int) -> list[Window]:
         """The windows of an epoch."""

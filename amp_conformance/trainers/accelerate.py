@@ -47,8 +47,7 @@ class Accelerate:
     def scale(self, accelerator: Accelerator, task: Task) -> None:
         """Give it a scaler in fp16."""
         if task.mode == "fp16":
-            policy = {"growth_interval": task.growth_interval}
-            accelerator.scaler = torch.amp.GradScaler("cpu", task.init_scale, **policy)  # type: ignore[attr-defined, arg-type]
+            accelerator.scaler = task.scaler()
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""

@@ -20,6 +20,12 @@ logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 NAMES = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
+def precision_of(task: Task, kind: Any) -> Any:
+    """The precision of a task, from Fabric's class or Lightning's; None: fp32."""
+    scaler = task.scaler() if task.mode == "fp16" else None
+    return None if task.mode == "fp32" else kind(NAMES[task.mode], "cpu", scaler)
+
+
 class Fabric:
     """Fabric in a custom loop."""
 
@@ -36,10 +42,7 @@ class Fabric:
 
     def plugin(self, task: Task) -> Any:
         """The precision of a task; None: fp32."""
-        scaler = None
-        if task.mode == "fp16":
-            scaler = torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
-        return None if task.mode == "fp32" else MixedPrecision(NAMES[task.mode], "cpu", scaler)  # type: ignore[arg-type]
+        return precision_of(task, MixedPrecision)
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""

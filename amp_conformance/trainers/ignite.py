@@ -31,9 +31,7 @@ class Ignite:
 
     def scaler(self, task: Task) -> Any:
         """The scaler of a task; None: without one."""
-        if task.mode != "fp16":
-            return None
-        return torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
+        return task.scaler() if task.mode == "fp16" else None
 
     def attach(self, scaler: Any, net: nn.Module, *parts: object) -> None:
         """What else is told of steps: nothing."""

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from amp_conformance.task import Batch, Task, View, evaluator, inner_gradient
+from amp_conformance.trainers.fabric import precision_of
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -86,9 +86,6 @@ class _End(Callback):
             self.end()
 
 
-NAMES = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
-
-
 class Lightning:
     """A LightningModule."""
 
@@ -105,10 +102,7 @@ class Lightning:
 
     def plugin(self, task: Task) -> Any:
         """The precision of a task; None: fp32."""
-        scaler = None
-        if task.mode == "fp16":
-            scaler = torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval)  # type: ignore[attr-defined]
-        return None if task.mode == "fp32" else MixedPrecision(NAMES[task.mode], "cpu", scaler)  # type: ignore[arg-type]
+        return precision_of(task, MixedPrecision)
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""

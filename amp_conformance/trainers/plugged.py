@@ -46,7 +46,7 @@ def _native(self: Any, task: Task) -> Any:
 
 
 def _plugin(self: Any, task: Task) -> Any:
-    from amp_conformance.trainers.lightning import NAMES
+    from amp_conformance.trainers.fabric import NAMES
     from amp_plugins import lightning
 
     kind = lightning.FabricPrecision if "Fabric" in self.name else lightning.AmpPrecision

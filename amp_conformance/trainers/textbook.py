@@ -29,8 +29,7 @@ class Textbook:
 
     def scaler(self, task: Task) -> Any:
         """The scaler of a task."""
-        is_on = task.mode == "fp16"
-        return torch.amp.GradScaler("cpu", task.init_scale, growth_interval=task.growth_interval, enabled=is_on)  # type: ignore[attr-defined]
+        return task.scaler()
 
     def attach(self, scaler: Any, net: nn.Module, *parts: object) -> None:
         """What else is told of steps: nothing."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, dispatch_clip_grad
@@ -34,8 +33,7 @@ class Timm:
         if task.mode != "fp16":
             return None
         scaler = NativeScaler(device="cpu")
-        policy = {"growth_interval": task.growth_interval}
-        scaler._scaler = torch.amp.GradScaler("cpu", task.init_scale, **policy)  # type: ignore[attr-defined, arg-type]
+        scaler._scaler = task.scaler()
         return scaler
 
     def attach(self, scaler: Any, net: nn.Module, *parts: object) -> None:

@@ -247,6 +247,25 @@ def cause_of(finding: Finding) -> Cause:
     return "overflow in a function"
 
 
+_ROUNDED = "A probability was rounded to exactly 0 or 1 ({probability}), so that its logarithm, or the gradient 1/p, "
+_ROUNDED += "is infinite."
+_VANISHED = "{what} was given a number that is 0 only because of"
+_WHY: dict[Cause, str] = {
+    "16-bit sigmoid before a logarithm": _ROUNDED,
+    "sigmoid before a logarithm": _ROUNDED,
+    "eps lost in 16 bits": "An eps that should have kept a number above 0 is itself 0 in 16 bits: {eps}.",
+    "underflow in 16 bits": f"{_VANISHED} 16 bits: {{underflow}} is 0 there, not in float64.",
+    "underflow in fp32": f"{_VANISHED} 32 bits: {{wide underflow}} is 0 there, not in float64.",
+    "cancellation in 16 bits": "{what} was given a difference no larger than the rounding errors of its two numbers in "
+    "16 bits ({cancellation}).",
+    "targets longer than their inputs": "The loss is infinite by definition where no alignment exists: a sample needs "
+    "a frame for each label, and one more between two equal ones.",
+    "infinite constant": "{what} wrote or was given an infinity or NaN of the program, and it reached the loss or the "
+    "gradients.",
+}
+"""The sentence of a cause, with an operation and the texts of its marks."""
+
+
 def explain(finding: Finding, cause: Cause) -> str:
     """The cause as a sentence."""
     dtype = finding.output.dtype
@@ -254,28 +273,10 @@ def explain(finding: Finding, cause: Cause) -> str:
     what, forward = finding.operator, finding.place.forward.strip("_")
     pass_ = f"the backward pass of {forward}" if forward and finding.backward else what
     marks = dict(sorted(finding.marks))
-    if cause in ("16-bit sigmoid before a logarithm", "sigmoid before a logarithm"):
+    if cause in _WHY:
         kinds = ("sigmoid", "wide sigmoid", "bce", "wide bce")
-        origin = next((marks[kind] for kind in kinds if kind in marks), "a sigmoid")
-        return (
-            f"A probability was rounded to exactly 0 or 1 ({origin}), so that its logarithm, or the gradient 1/p, "
-            "is infinite."
-        )
-    if cause == "eps lost in 16 bits":
-        return f"An eps that should have kept a number above 0 is itself 0 in 16 bits: {marks['eps']}."
-    if cause in ("underflow in 16 bits", "underflow in fp32"):
-        bits, kind = ("16 bits", "underflow") if cause == "underflow in 16 bits" else ("32 bits", "wide underflow")
-        return f"{what} was given a number that is 0 only because of {bits}: {marks[kind]} is 0 there, not in float64."
-    if cause == "cancellation in 16 bits":
-        return (
-            f"{what} was given a difference no larger than the rounding errors of its two numbers in 16 bits "
-            f"({marks['cancellation']})."
-        )
-    if cause == "targets longer than their inputs":
-        return (
-            "The loss is infinite by definition where no alignment exists: a sample needs a frame for each label, and "
-            "one more between two equal ones."
-        )
+        probability = next((marks[kind] for kind in kinds if kind in marks), "a sigmoid")
+        return _WHY[cause].format_map({**marks, "what": what, "probability": probability})
     if finding.is_constant and cause in POLES:  # which torch itself writes
         return "logdet was given a matrix whose determinant is negative."
     if cause in POLES or cause == "rounding in 16 bits":
@@ -308,8 +309,6 @@ def explain(finding: Finding, cause: Cause) -> str:
             f"{finding.tensor.removeprefix('unseen ')} was not finite when it got here, and no watched operation "
             f"made it so: {origin}."
         )
-    if cause == "infinite constant":
-        return f"{what} wrote or was given an infinity or NaN of the program, and it reached the loss or the gradients."
     if cause in ("poisoned buffer", "poisoned weight", "bad input"):
         if cause == "poisoned buffer" and finding.op:
             return f"{finding.tensor} holds a number below 0, and a variance has none."
