@@ -186,6 +186,7 @@ class Checkpoint:
             write = self._prepare_single(target, {**DEFAULTS, **states, **facts}, about)
 
         def act() -> None:
+            # `save` has returned before the GPU has copied.
             if self._copies is not None:
                 self._copies.wait()
             if write():
@@ -270,6 +271,7 @@ class Checkpoint:
             for own, tensor in zip(mine, tensors, strict=True):
                 own.tensor = tensor
         except Exception as error:
+            # Raised in `write`, on all ranks: a rank that leaves now would not be there when the others agree.
             problem = error
             if ranks.num == 1:
                 raise

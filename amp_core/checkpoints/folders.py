@@ -38,6 +38,7 @@ class CorruptFile(Exception):
 def encode(manifest: Mapping[str, Any]) -> bytes:
     """The bytes of a manifest; its `digest` is the SHA-256 of the compact form of all the rest."""
     rest = {key: value for key, value in manifest.items() if key != "digest"}
+    # Sorted, so that equal contents have equal bytes: `inspect` compares them.
     compact = json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False)
     digest = hashlib.sha256(compact.encode()).hexdigest()
     return (json.dumps({**rest, "digest": digest}, sort_keys=True, indent=2, allow_nan=False) + "\n").encode()
@@ -149,6 +150,7 @@ def stream(path: Path, begin: bytes, parts: Iterable[tuple[int, Any]], sha256: s
         digest.update(data)
         return data
 
+    # Unbuffered: each byte is read once, into the memory where it stays.
     _size_of(path)
     with _reading(path), open(path, "rb", buffering=0) as file:
         if read(len(begin)) != begin:
@@ -223,6 +225,7 @@ def remove_old(
             damaged.add(step)
         return step not in damaged
 
+    # Those that stay are verified before others go: a damaged newest one must not cost the last sound one.
     if len(metrics) > keep:
         newest = itertools.islice(filter(is_sound, sorted(metrics, reverse=True)), keep)
         kept = {current, *newest, *itertools.islice(filter(is_sound, ranking(metrics, best)), 1)}
@@ -272,6 +275,7 @@ def saving(target: Path, num_bytes: int = 0) -> Iterator[None]:
 
 
 def _temporary_folder(folder: Path, prefix: str = "") -> Path:
+    # Beside it: a rename is atomic only within one file system.
     return folder.parent / f".tmp-{prefix}{folder.name}-{os.getpid()}"
 
 
@@ -279,4 +283,5 @@ def make_folder(folder: Path) -> None:
     if not folder.is_dir():
         make_folder(folder.parent)
         os.mkdir(folder)
+        # Level by level: after a power cut a folder whose name is not on disk takes all that is in it along.
         sync_folder(folder.parent)

@@ -47,6 +47,7 @@ class Ranks:
             told = None, act()
         except Exception as error:  # whatever it is: the others must not wait for this rank
             problem = error
+            # As a class and a text, since not every exception can be pickled.
             kind = type(error) if type(error) in (SaveError, CheckpointError, CorruptFile, ValueError) else RuntimeError
             name = f"{type(error).__name__}: " if kind is RuntimeError and not isinstance(error, RunError) else ""
             told = kind, f"{name}{error}"
@@ -139,6 +140,7 @@ def find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | Non
                 raise CheckpointError(f"{path} is damaged: {rejected}") from rejected
             notes.append(f"{candidate} is damaged and was not used: {rejected}")
             continue
+        # Folders that are not shared look alike: they may hold the same step of different runs.
         if any(one != told[0] for one in told):
             raise CheckpointError(f"{candidate}: the ranks read different ones: {told}; do all see the same folder?")
         return opened[0]
@@ -186,6 +188,7 @@ def _open(folder: Path, select: Select, notes: tuple[str, ...]) -> Found:
         raise CorruptFile(f"{STATE}, {MANIFEST} and shards do not belong together")
     for entry in entries:
         for path in entry.paths:
+            # Shapes before numbers: another model is refused before gigabytes are read.
             _put(contents, path, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
     selection = select(folder, contents)
     digests = {name: about["sha256"] for name, about in manifest["files"].items()}

@@ -74,8 +74,10 @@ def assign_shards(
         i = numbers[same_as] = len(entries)
         entries.append(Entry((path,), own.tensor.dtype, own.shape, own.dim))
         if num_copies:
+            # Replicas take turns: each writes its share, and none needs to be asked.
             writes = i % num_copies == copy
         else:
+            # List scheduling (Graham, 1966): the fullest rank writes less than twice the least possible.
             writer = num_bytes.index(min(num_bytes))
             num_bytes[writer] += own.tensor.nbytes
             writes = writer == rank
@@ -143,6 +145,7 @@ def _write_shards(
             files[name] = digest_of(data)
             with folders.saving(target, files[name]["bytes"]):
                 folders.write_file(temporary / name, *data)
+    # Ranks compare a digest: the table itself is as long as the model has tensors, times the ranks.
     table = json.dumps(shards.encode(entries), sort_keys=True)
     written = [(each.number, each.start, each.stop, names[each.kind]) for each in mine]
     return {"files": files, "shards": written, "table": hashlib.sha256(table.encode()).hexdigest()}

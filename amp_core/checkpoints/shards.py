@@ -154,6 +154,7 @@ def head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
             name += "'"
         table[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
+    # The numbers behind it begin at a multiple of 8 bytes, as safetensors writes them.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -206,6 +207,7 @@ def read(folder: Path, entries: list[Entry], digests: Mapping[str, str], want: W
     wanted = {i: one for i, entry in enumerate(entries) if (one := want(entry)) is not None}
     shapes = {i: entries[i].shape_of(start, stop, dim) for i, ((dim, start, stop), _) in wanted.items()}
     num_bytes = sum(entries[i].dtype.itemsize * math.prod(shape) for i, shape in shapes.items())
+    # For all at once, before the first allocation: the table may ask for any size.
     require_memory("what is needed of the shards", num_bytes)
     found = {i: torch.empty(shape, dtype=entries[i].dtype) for i, shape in shapes.items()}
     numbers = {id(entry): i for i, entry in enumerate(entries)}

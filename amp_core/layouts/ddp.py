@@ -53,8 +53,10 @@ class _Ddp(DistributedDataParallel):
     """
 
     def __init__(self, net: nn.Module, reduction: Reduction, **options: Any) -> None:
+        # Gradients that are views of the buckets need no second copy, and are summed in place.
         super().__init__(net, gradient_as_bucket_view=True, **options)
         self._is_held = False
+        # One weight tells for all whether gradients were stepped or cleared since the last sum.
         self._state = _State(reduction, [p for p in net.parameters() if p.requires_grad][-1])
         self.register_comm_hook(self._state, _reduce)
 

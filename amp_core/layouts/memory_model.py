@@ -129,6 +129,7 @@ def lay_out(
 
 def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) -> Memory:
     """Bytes on the rank that holds the most."""
+    # What an update keeps of a 16-bit weight besides its 16 bits.
     side = {None: 0, "master": FP32, "kahan": LOW, "remainder": LOW, "stochastic": 0, "nearest": 0}[amp.update]
     trained = [weight for weight in weights if weight.moments is not None]
     blocks: dict[int, int] = {}
@@ -162,6 +163,8 @@ class Collective:
     @property
     def sent(self) -> float:
         """Bytes that a rank sends in ring and pairwise algorithms."""
+        # In a ring a rank passes on all parts of the payload but one. An all-reduce is a reduce-scatter and an
+        # all-gather.
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * self.payload * (self.num_ranks - 1) / self.num_ranks
 
@@ -199,6 +202,7 @@ def traffic(
         # Each group once before the forward and once before the backward pass of each micro-batch, rows padded.
         once = sum(weight.part * parts * (LOW if weight.cast else FP32) for weight in cut)
         found.append(Collective("all_gather", parts, 2 * accumulation * once, 2 * accumulation * groups))
+        # Gradients are summed in fp32, whatever is gathered for the forward pass, and once per window.
         whole = FP32 * sum(weight.part * parts for weight in cut)
         found.append(Collective("reduce_scatter", parts, whole, groups))
         if num_ranks > parts:
@@ -236,6 +240,7 @@ class Saved:
         return kept if self._recast is None else self._recast.unpack(kept)
 
     def add(self, kept: _Kept) -> None:
+        # Several nodes may save one storage: it lives until the last of them lets go.
         self._uses[kept.memory] = self._uses.get(kept.memory, 0) + 1
         if self._uses[kept.memory] == 1:
             self._live[kept.kind] = self._live.get(kept.kind, 0) + kept.num_bytes
@@ -341,5 +346,6 @@ def state_ratio(optimizer: torch.optim.Optimizer, group: dict[str, Any] | None =
         with torch.no_grad():
             bare_step(twin)
     except (TypeError, ValueError, RuntimeError):
+        # One that needs more than its groups to be built. Most keep two moments.
         return 2.0
     return sum(v.nbytes for v in twin.state[weight].values() if isinstance(v, Tensor) and v.ndim) / weight.nbytes

@@ -60,6 +60,8 @@ class _Cut:
                 # The end of this rank's slice, in elements of this weight: from the total, so that rounding does not
                 # accumulate over ranks.
                 room = total * (rank + 1) // num_ranks - done
+                # A matrix goes to the rank with room for half of it, so that no rank is off its share by more than half
+                # a matrix.
                 if between:
                     end = size if room >= size / 2 or rank == num_ranks - 1 else 0
                 else:
@@ -191,6 +193,7 @@ def _gather_streams(streams: Sequence[Sequence[Tensor]]) -> None:
     length = max(sum(part.numel() for part in stream) for stream in streams)
     for start in range(0, length, size := bucket_size(num_ranks) // num_ranks):
         pieces = [list(_window(stream, start, start + size)) for stream in streams]
+        # all_gather takes one size: the shorter ones are padded.
         width = max(sum(part.numel() for part in parts) for parts in pieces)
         sent = some.new_zeros(width)
         sizes = [part.numel() for part in pieces[rank]]
@@ -199,6 +202,7 @@ def _gather_streams(streams: Sequence[Sequence[Tensor]]) -> None:
         all_gather(received, sent)
         for other, parts in enumerate(pieces):
             sizes = [part.numel() for part in parts]
+            # What this rank sent is in its weights already.
             if other != rank and sizes:
                 foreach_copy_(parts, list(received[other * width :][: sum(sizes)].split(sizes)))
 
@@ -245,6 +249,7 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
                     sent = state["state"][number][key].contiguous() if owner == dist.get_rank() else None
                     if sent is None:
                         sent = torch.empty(value.shape, dtype=value.dtype, device=param.device)
+                    # One at a time, in the same order on all ranks: nobody holds more than one besides what it keeps.
                     dist.broadcast(_sendable(sent.view(-1)), owner)
                     if not keep:
                         value = None

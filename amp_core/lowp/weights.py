@@ -75,10 +75,12 @@ class _Fp32:
     def _take_changes(self, low: Tensor) -> None:
         """What was written into the weight replaces the value where this no longer rounds to it."""
         if self.keeps:
+            # Where the weight is still the rounded master nobody wrote, and the digits behind it stay.
             self.master.copy_(torch.where(low == self.master.to(low.dtype), self.master, low.float()))
         elif self.rest is not None and self.rest.dtype is torch.int16:
             self.rest.masked_fill_(low == 0, 0)  # any bits round to the weight; half of a last digit remains elsewhere
         elif self.rest is not None:
+            # The rest of another weight would move this one.
             self.rest.masked_fill_((low.float() + self.rest).to(low.dtype) != low, 0.0)
         self.version = version_of(low)
 
@@ -91,6 +93,7 @@ class _Fp32:
             self.rest.copy_(rest)
             return low
         elif self.rest is not None:
+            # bfloat16 has 8 significant bits, so two of them hold about 16 of the 24 of fp32.
             value, rest = split(value.to(self.rest.device, torch.float32), dtype)
             self.rest.copy_(rest)
         return value.to(dtype)
@@ -312,6 +315,8 @@ class LowPrecisionWeights:
                 _grad.__set__(low, None)
                 with torch.no_grad():
                     before = side.master.grad
+                    # As soon as a layer's gradient is there: 16-bit gradients exist of one layer at a time, and sums
+                    # are fp32.
                     side.master.grad = grad.float() if before is None else before.add_(grad)
 
         low.requires_grad_(True).register_post_accumulate_grad_hook(to_master)  # refuses frozen ones
@@ -332,6 +337,7 @@ class LowPrecisionWeights:
         if any(grad.is_sparse for grad in grads):
             raise TypeError("sparse gradients of 16-bit weights cannot be summed over ranks; use sparse=False")
         for bucket in buckets(grads):
+            # One call for many weights: the latency of a collective is that of several thousand numbers.
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat)
             parts = flat.split([grad.numel() for grad in bucket])
@@ -354,9 +360,12 @@ class LowPrecisionWeights:
         mine = self._of(params)
         if not mine:
             return
+        # After a skipped step they are the values of the weights, on which each rounding, also the stochastic one, is
+        # exact.
         values = [side.master.detach() for _, side in mine]
         if self.update == "stochastic":
             sizes = [value.numel() for value in values]
+            # Seeded by the number of steps: the same on all ranks, whose weights so stay equal, and after a resume.
             noises = noise_16bit(sum(sizes), self.num_taken).split(sizes)
             values = [round_stochastically(v, noise.to(v.device)) for v, noise in zip(values, noises, strict=True)]
         elif self.update in ("kahan", "remainder"):
@@ -365,6 +374,7 @@ class LowPrecisionWeights:
             low.copy_(value)
             side.version = version_of(low)
             if not side.keeps:
+                # One NaN, expanded: the memory is free, and what reads it between steps is seen to be wrong.
                 side.master.data = self._nan[low.device].expand(low.shape)
         self.num_taken += taken
 

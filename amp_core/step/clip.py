@@ -82,6 +82,8 @@ class Clip:
         norms = [norm for pair in zip(params, grads, strict=True) for norm in map(_unit_norms, pair)]
         _join_vectors([tensor for pair in zip(params, grads, strict=True) for tensor in pair], norms)
         for grad, weight_norm, grad_norm in zip(local(grads), norms[::2], norms[1::2], strict=True):
+            # max(|W|, 1e-3) as in their equation 3: without it the gradient of a weight that begins at 0 would always
+            # be clipped to 0. The other bound keeps a gradient of 0 from 0 / 0.
             weight_norm, grad_norm = weight_norm.clamp(min=1e-3), grad_norm.clamp(min=1e-6)
             grad.mul_((self.threshold * weight_norm / grad_norm).clamp_(max=1.0))
 
@@ -107,6 +109,7 @@ def _join_vectors(tensors: list[Tensor], norms: list[Tensor]) -> None:
         if group is not None and tensor.ndim < 2:
             groups.setdefault(group, []).append(norm)
     for group, parts in groups.items():
+        # Squares add up over shards, norms do not.
         squares = torch.cat(parts).square()
         dist.all_reduce(squares, group=group)
         foreach_copy_(parts, list(squares.sqrt().split(1)))

@@ -77,6 +77,7 @@ class Ema:
         if self.warmup:
             # 1 - (1 + t) / (10 + t), without the difference of two numbers near 1. Within 2^-22 of the exact weight.
             weight = torch.maximum(weight, 9.0 / (self.num_taken + 10))
+        # A factor and no branch: the host does not know whether the step was taken.
         weight = weight * taken
         if self._averages:
             # average -= weight * (average - value): with weight 0, and where both are equal, no bit changes.

@@ -83,6 +83,7 @@ class FusedStep:
             if group.get("amsgrad"):
                 needed = (*needed, "max_exp_avg_sq")
             for param in group["params"]:
+                # A weight without a gradient is not stepped and needs no state: any tensor stands for it.
                 entry = optimizer.state.get(param, {}) if param.grad is not None else dict.fromkeys(needed, param)
                 if any(not isinstance(entry.get(key), Tensor) for key in needed):
                     return None
@@ -90,6 +91,7 @@ class FusedStep:
 
     def fits(self, params: list[Tensor]) -> bool:
         """Whether the weights, groups and state that the lists were made from are unchanged."""
+        # By identity: loaded states and added groups are other objects, and comparing values would wait for the device.
         state = self._optimizer.state
         return (
             state is self._state
@@ -103,6 +105,7 @@ class FusedStep:
         """Do what `optimizer.step()` does, with the gradients of the weights, in their order."""
         if self.counts is not None:
             self.counts.add_(taken)  # the kernels do nothing in a skipped step, whatever the count is
+        # The kernels divide by `grad_scale` while they read a gradient, and write the quotient back.
         rest = iter(grads)
         for group, params, members in zip(self._optimizer.param_groups, self._params, self._members, strict=True):
             if params:

@@ -41,6 +41,8 @@ def norm_of(grads: list[Tensor], zero: Tensor, *, sharded: bool) -> Tensor:
         return zero.clone()
     if sharded:
         return global_grad_norm(grads, zero.device)
+    # The norm of the norms is that of all. fp32 ends at 3.4e38, so a square is infinite from 1.8e19 on, though each
+    # gradient is finite.
     norms = foreach_norm(grads)
     if set(map(_device, norms)) != {zero.device}:
         norms = [norm.to(zero.device, non_blocking=True) for norm in norms]
@@ -49,6 +51,7 @@ def norm_of(grads: list[Tensor], zero: Tensor, *, sharded: bool) -> Tensor:
 
 def norm_over_ranks(norm: Tensor) -> Tensor:
     """The norm of gradients of which each rank has a shard of the given norm. Collective."""
+    # Squares add up over disjoint shards. An inf or NaN of one rank reaches all, so that all skip alike.
     squares = norm.square()
     dist.all_reduce(squares)
     return squares.sqrt()
@@ -56,6 +59,7 @@ def norm_over_ranks(norm: Tensor) -> Tensor:
 
 def check_gradients(grads: list[Tensor], *, scaled: bool, optimizer: torch.optim.Optimizer | None = None) -> bool:
     """Raise TypeError for unsupported gradients; return whether they are sharded. Sparse ones: `take_values`."""
+    # A set: most networks have one kind, and the loop below runs once, whatever the number of weights.
     kinds = set(map(_traits, grads))
     for _, dtype, layout in kinds:
         if dtype in (torch.float16, torch.bfloat16) and scaled:
@@ -83,6 +87,7 @@ def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) ->
         raise TypeError(f"sparse gradients do not fit {what}, or use sparse=False in the embedding")
     for i, param in enumerate(with_grads(optimizer)[0]):
         if grads[i].layout is torch.sparse_coo:
+            # In the weight, too, where the optimizer reads it.
             param.grad = grads[i].coalesce()
             grads[i] = param.grad.values()
 

@@ -51,6 +51,7 @@ def policy_of(config: AmpConfig, samples: int | None) -> ScalePolicy | None:
         )
     cap = scale_cap(config, samples)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(ScalePolicy)}
+    # A cap below the floor is the floor, too: whether a scale is at its floor is found by comparing with `min_scale`.
     return ScalePolicy(**values | {"max_scale": cap, "min_scale": min(values["min_scale"], cap)})
 
 
@@ -169,6 +170,7 @@ class LossScale:
                 logger.info("amp.%s: %s in the checkpoint, %s now", key, state[key], getattr(self.policy, key))
         if self.policy.dynamic:
             self.scale.fill_(min(max(scale, self.policy.min_scale), self.policy.max_scale))
+            # The kernel grows the scale at equality: a count beyond a shorter interval would never meet it.
             self._tracker.fill_(int(state.get("_growth_tracker", 0)) % self.policy.growth_interval)
             patience = int(state.get("_hysteresis_tracker", self.policy.hysteresis))
             self._patience.fill_(min(patience, self.policy.hysteresis))

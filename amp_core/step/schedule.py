@@ -90,6 +90,7 @@ class Schedule:
         # Groups with equal columns share one tensor: one copy per step instead of one per group.
         self._owner = [columns.index(column) for column in columns]
         self._tables = {i: torch.tensor(columns[i], dtype=torch.float32, device=device) for i in set(self._owner)}
+        # A constant rate needs no copy in any step.
         self._moving = [i for i in self._tables if len(set(columns[i])) > 1]
         self._last = torch.full_like(self.num_taken, num_steps - 1)
         for i in self._tables:
@@ -119,6 +120,7 @@ class Schedule:
         self.num_taken += report.taken
         for i in self._moving:
             index = torch.minimum(self.num_taken, self._last)
+            # Into the very tensor that the groups hold, where fused kernels and captured graphs read it.
             torch.index_select(self._tables[i], 0, index, out=self._rates[i])
 
     def _apply(self, num_taken: int) -> None:

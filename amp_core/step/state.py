@@ -75,6 +75,7 @@ class OptimizerState:
             lay_out_gradients(params, grads)
         if grads:
             inverse, zero = self.scaler.inverse, self.numbers[0.0]
+            # Of the unscaled norm: at a scale below 1 the inverse is above 1, and finite gradients may overflow by it.
             self.found_inf = not_finite(norm_of(grads, zero, sharded=in_parts) * inverse, zero)
             multiply_(grads, inverse)
         self.unscaled = True
@@ -127,11 +128,13 @@ class OptimizerState:
 
     def _divide(self) -> None:
         if self.divisor is not None:
+            # As in torch.amp.GradScaler. The reciprocal of a power of two is exact.
             multiply_(self.grads, self.divisor.reciprocal())
             self.divisor = None
 
     def step_on_host(self, taken: bool | None) -> None:
         """Step if the host has read that the step is `taken`."""
+        # Also in a skipped step: whoever reads the gradients behind it finds them unscaled.
         self._divide()
         if taken:
             with step_on_local_shards(self.optimizer):
@@ -184,6 +187,7 @@ class WindowState:
             if several_ranks():
                 dist.all_reduce(bad, op=dist.ReduceOp.MAX)
             self.outcomes.append((bad, bad))
+        # There is one scale: an overflow of any optimizer lowers it, and several lower it once.
         if len(self.outcomes) > 1:
             overflow, skipped = (functools.reduce(torch.maximum, column) for column in zip(*self.outcomes, strict=True))
             return overflow, skipped

@@ -97,6 +97,7 @@ def require_own_weights(
 
     `checked` remembers which optimizers, with how many groups, have none.
     """
+    # Not by weights: to compare those in every step takes longer than a small step.
     among = frozenset((id(o), len(o.param_groups)) for o in (*others, optimizer))
     if among in checked:
         return
@@ -145,6 +146,7 @@ def _skips_by_itself(kind: type, step: Callable[..., Any]) -> bool | None:
     step = _unhooked(step)
     if all(module.startswith("torch.optim.") for module in _modules(step)):
         return False
+    # The class that wrote the step, whose constructor says whether it is made for `found_inf`.
     owner = [cls for cls in kind.__mro__ if _unhooked(vars(cls).get("step")) is step][-1]
     names = getattr(getattr(vars(owner).get("__init__"), "__code__", None), "co_names", ())
     says_so = vars(owner).get(_SUPPORT) is True or _SUPPORT in names

@@ -123,6 +123,7 @@ def windows(
         if starved:  # on every rank: if only one raised, the others would hang
             raise ValueError("a rank has no batch at all while others have some; give every rank data")
         if len(window) < length:
+            # With a count of 0 it adds zeros, and every rank enters as many collectives as the others.
             filler = window[-1] if window else spare
             counts += [counts[-1] * 0 if counts else count(filler) * 0] * (length - len(window))
             window += [filler] * (length - len(window))
@@ -194,6 +195,7 @@ def _gather(numbers: Sequence[float]) -> list[list[float]]:
     if world not in _host_groups:
         has_cpu = "cpu:" in dist.get_backend_config()
         _host_groups[world] = world if has_cpu else dist.new_group(backend="gloo")
+    # float64 holds integers up to 2^53 exactly: counts of tokens, too.
     mine = torch.tensor(numbers, dtype=torch.float64)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine, group=_host_groups[world])
