@@ -55,7 +55,7 @@ class Finding:
 
 
 def is_among(finding: Finding, findings: Iterable[Finding]) -> bool:
-    """Whether the same operation is not finite there, too, in the same dtype."""
+    """Whether the same operation is among others, at the same place and in the same dtype."""
     same = ((each.op, each.place, each.output.dtype) for each in findings)
     return (finding.op, finding.place, finding.output.dtype) in same
 

@@ -115,8 +115,8 @@ class Doctor:
             None if the window is finite and no positions collide.
 
         Raises:
-            RuntimeError: `step` told of no loss and of no gradients, and saw no NaN that would have ended it early, so
-                there is nothing to judge by.
+            RuntimeError: `step` reported no loss and no gradients, and no NaN has ended it early: there is nothing to
+                judge by.
             TypeError: an optimizer's `step()` needs a closure or gradients.
             ValueError: a weight or a buffer is on the meta device.
         """
@@ -289,7 +289,7 @@ class Doctor:
         return trace, rehearsal
 
     def _in_fp32(self, diagnosis: Diagnosis, finding: Finding, replay: Replay) -> Search[bool]:
-        """Whether a zero is none without autocast: then 16 bits made it, as where only the program's casts do."""
+        """Whether the window is finite in fp32: then 16 bits made the zero, by autocast or the program's own casts."""
         with self.amp.scaler.held_at(min(diagnosis.loss_scale, 1.0)):
             with in_32_bits(self.nets) as wide, without_autocast(), in_one_thread(self.names):
                 is_rounding = yield from self.is_finite(replay)

@@ -81,7 +81,7 @@ class Collision:
 
 
 def collision_of(call: Call, output: Tensor) -> Collision | None:
-    """What an operation makes of integers that 16 bits do not tell apart."""
+    """The collision, if an operation casts integers to 16 bits and some become equal there."""
     if output.dtype not in HALF:
         return None
     numbers = [output] if call.name == "arange" else [_positions(call, each.tensor) for each in call.inputs]

@@ -16,7 +16,7 @@ from amp_core.doctor.values import HALF, compared, dense, is_finite, is_plain, s
 
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
 UNWRITTEN |= {"empty_permuted", "_efficientzerotensor"}
-"""Their results hold no numbers yet; the last one, of forward-mode differentiation, has no memory to look at."""
+"""Their results are uninitialised; that of the last one, of forward-mode differentiation, has no memory at all."""
 UPDATES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 """They write to their fourth and fifth argument, and their schemas do not say so."""
 SUBTRACTS = {"sub", "add", "rsub"}
@@ -88,7 +88,7 @@ def is_view(func: Any) -> bool:
 
 
 def unread_by(call: Call, bad: list[Tensor]) -> set[int]:
-    """Inputs that have no part in a bad result: a table of a CTC loss, -inf where no alignment is possible.
+    """Inputs that do not contribute to a bad result: a table of a CTC loss, -inf where no alignment is possible.
 
     Running statistics of a BatchNorm in training, if more than they is bad: it normalises by the batch alone.
     """
@@ -141,7 +141,7 @@ def _widest(tensor: Tensor) -> Tensor:
 
 
 def _copied(call: Call) -> Tensor:
-    """What a copy was given; torch.func copies numbers, too."""
+    """The source of a copy, under torch.func also a Python number."""
     return call.inputs[-1].tensor if call.inputs else torch.as_tensor(call.args[call.name == "copy_"])
 
 
@@ -214,7 +214,7 @@ _FIRST: list[tuple[str, str, Callable[[Tensor], bool]]] = [
 
 
 def pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> str:
-    """Which argument has no finite result, if one of `args`, whose tensors are given, is known to have none."""
+    """The argument at which the operation has no finite result, in words; empty if none is known."""
     name = name.rstrip("_")
     given = [*args[:2], tensors[-1]] if name in ("addcdiv", "_weight_norm_interface") else args[:2]
     of = [dense(torch.as_tensor(each)) for each in given if isinstance(each, Tensor | int | float | complex)]

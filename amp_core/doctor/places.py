@@ -50,7 +50,7 @@ class Location:
 
     @property
     def phrase(self) -> str:
-        """Where, to be read after an operation."""
+        """The place as it follows an operation's name."""
         return f"{'' if self.module is None else 'in '}{self}"
 
 

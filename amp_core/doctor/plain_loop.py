@@ -77,7 +77,7 @@ class PlainLoop:
     def replay(
         self, *, as_trained: bool = False, keep_grads: bool = False, ahead: int = 0, steps: bool = False
     ) -> Iterator[tuple[Rehearsal, Any]]:
-        """Around a computation of the window, also a later one: of the same batch, with other random numbers."""
+        """Compute the window inside; `ahead`: a later one, of the same batch with other random numbers."""
         self.put_back_batch()
         if not ahead:
             self._put_back_random(self._first)
@@ -96,7 +96,7 @@ class PlainLoop:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[int]:
-        """Around steps that are taken and undone. Yields how many there may be; 1: none is taken."""
+        """Undo the steps that are taken inside. Yields how many may be computed; 1: none of them moves a weight."""
         optimizers = self._optimizers()
         if self.amp.weights or not optimizers:  # the fp32 sides of 16-bit weights may have no memory to put back
             yield 1
@@ -116,7 +116,7 @@ class PlainLoop:
         return [p for net in self.nets for p in net.parameters()]
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Compute the window. One that raises, or returns, at a loss that is not finite is not finite."""
+        """Compute the window. It counts as not finite if it raises, or returns early, at a loss that is not."""
         rehearsal = self._rehearsals[-1]
         trace = self._trace
         try:
@@ -129,7 +129,7 @@ class PlainLoop:
                     f"optimizers do, and a rerun takes them away so that nothing is stepped; expected a step that "
                     f"ends before {name}.step()"
                 ) from error
-            if rehearsal.is_finite and not self._guards(rehearsal):
+            if rehearsal.is_finite and not self._has_guard:
                 raise
             rehearsal.add(torch.ones(()))
             return
@@ -141,15 +141,16 @@ class PlainLoop:
         if not rehearsal.has_gradients:  # perhaps those of torch.autograd.grad, which no step took
             _tell(self.amp, rehearsal, self._params())
         if not rehearsal.losses and not rehearsal.has_gradients:
-            if self._guards(rehearsal):
+            if self._has_guard:
                 rehearsal.add(torch.ones(()))
                 return
             raise RuntimeError(
-                "the step told of no loss and of no gradients; expected it to call amp.backward(loss) and "
+                "the step reported no loss and no gradients; expected it to call amp.backward(loss) and "
                 "amp.step(optimizer), or loss.backward() and optimizer.step()"
             )
 
-    def _guards(self, rehearsal: Rehearsal) -> bool:
+    @property
+    def _has_guard(self) -> bool:
         """Whether a step that ended early has a guard against a NaN, as loops have: nothing else is tried."""
         return len(self._rehearsals) > 1 or (self._trace is not None and self._trace.conclude())
 
@@ -158,7 +159,7 @@ class PlainLoop:
         return next((each for each in self.amp.observers if isinstance(each, Trace)), None)
 
     def bad_gradient(self, step: Callable[[], Any]) -> str:
-        """The weight whose gradient was not finite before the window, and makes it so."""
+        """The name of a weight whose gradient was not finite before the window and makes it so; else empty."""
         grads = ((self._named(p), local([p.grad])[0]) for p in self._params() if p.grad is not None)
         bad = (name for name, grad in grads if not is_finite(grad))
         if not (name := next(bad, "")):
@@ -168,7 +169,7 @@ class PlainLoop:
         return "" if rehearsal.is_finite else name
 
     def bad_moments(self) -> str:
-        """What an optimizer keeps of a weight and is not finite: its next step writes it into the weight."""
+        """An optimizer state that is not finite: the next step writes it into the weight."""
         for param, state in itertools.chain(*(each.state.items() for each in self._optimizers())):
             for key, value in state.items():
                 if isinstance(value, Tensor) and not is_finite(value):
@@ -201,7 +202,7 @@ class PlainLoop:
 
     @contextlib.contextmanager
     def _told(self, rehearsal: Rehearsal) -> Iterator[None]:
-        """Have torch's `backward()` and `step()` tell the rehearsal, as `Amp` does; weights move only in a trial."""
+        """Report torch's `backward()` and `step()` to the rehearsal, as `Amp` does; weights move only in a trial."""
         params, held, scalers = self._params(), self._held, set[torch.amp.GradScaler]()
         backward, kind = torch.Tensor.backward, torch.amp.GradScaler
         update, scale, step, unscale = kind.update, kind.scale, kind.step, kind.unscale_
@@ -368,7 +369,7 @@ def in_bf16(device: str) -> Iterator[None]:
 
 
 class In32Bits(DispatchMode):
-    """Inside, 16 bits are 32: what a program casts, makes or is given."""
+    """Inside, 16-bit tensors that a program casts, creates or is given are 32-bit ones."""
 
     supports_higher_order_operators = True
     was_used = False
@@ -450,7 +451,7 @@ def _memory_of(tensor: Tensor) -> list[Tensor]:
 
 
 def _bytes_of(part: Tensor) -> Tensor:
-    """Also of numbers that cannot be compared, and of NaN."""
+    """Bytes also compare NaN, and numbers without comparisons."""
     return (part.int_repr() if part.is_quantized else part.resolve_neg()).flatten().view(torch.uint8)
 
 

@@ -266,7 +266,7 @@ class Trace(Observer, DispatchMode):
                 logger.warning("the doctor cannot follow %s", func, exc_info=error)
 
     def _begin(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-        """An operation that is about to be computed; None if its result needs no look."""
+        """Describe an operation before it is computed; None if its result need not be checked."""
         if (generator := kwargs.get("generator")) is not None:
             self.generators.setdefault(generator, generator.get_state())
         if self._pauses or self._is_done:
@@ -301,7 +301,7 @@ class Trace(Observer, DispatchMode):
         return Call(func, name, args, kwargs, place, node is not None, inputs, written, statistics)
 
     def _end(self, call: Call, result: Any) -> None:
-        """What an operation has computed."""
+        """Check what an operation has computed."""
         if call.name == "_local_scalar_dense" and not (isinstance(result, complex) or math.isfinite(result)):
             self._numbers = self._origins.get(call.inputs[0].key, frozenset()) if call.inputs else frozenset()
         if call.name in UNWRITTEN:

@@ -254,7 +254,7 @@ class Watch(Observer):
         with trying(loop, step):
             restore(loop, self._origin)
             first_loss, first_norm = yield from self._loss_and_norm(step)
-        # A recipe may tell of no loss. One that is NaN now is no better than one that has grown.
+        # A recipe may report no loss. One that is NaN now is no better than one that has grown.
         has_grown = math.isfinite(first_loss) and not loss <= first_loss + abs(first_loss)
         if first_norm and norm > _GROWN * first_norm and has_grown:
             how = "" if loop.amp.dtype is torch.float32 else "without autocast "

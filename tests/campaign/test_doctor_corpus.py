@@ -1,4 +1,4 @@
-"""The doctor finds planted faults in the real recipes, names them rightly, and what it proposes cures them."""
+"""The doctor finds planted faults in the real recipes, names them rightly, and the fixes that it proposes hold."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def diagnosed(model, net, batch):
     return Doctor(Amp.named("fp16"), net).locate(looped(model, net, batch), batch)
 
 
-def cured(model, net, batch, python):
+def is_fixed(model, net, batch, python):
     """Whether the loop takes its step with a change that was printed as tried."""
     net, scale = copy.deepcopy(net), re.search(r"init_scale=([^,)]+)", python)
     for line in python.split("; "):
@@ -94,7 +94,7 @@ def cured(model, net, batch, python):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_in_networks_of_others_are_found_and_cured(name):
+def test_faults_in_networks_of_others_are_found_and_is_fixed(name):
     model, (*places, kind) = MODELS[name], FAULTS[name]
     wrong, right, cause, line = CODE[kind]
     torch.manual_seed(0)
@@ -124,5 +124,5 @@ def test_faults_in_networks_of_others_are_found_and_cured(name):
         else:
             assert diagnosis.module == place
             assert net is grown or (diagnosis.source.startswith(HERE) and diagnosis.code.endswith(line))
-        assert all(cured(model, net, batch, fix.python) for fix in diagnosis.fixes if fix.verified), str(diagnosis)
+        assert all(is_fixed(model, net, batch, fix.python) for fix in diagnosis.fixes if fix.verified), str(diagnosis)
     assert diagnosed(model, patched(sound, places[2], right), batch) is None

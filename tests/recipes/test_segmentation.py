@@ -34,7 +34,7 @@ REDUCTION = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 
 
 def half_fixed(logits: Tensor, y: Tensor, reduction: str = "none") -> Tensor:
-    """The cure that is often shown: the sigmoid under autocast, only the loss in fp32."""
+    """The fix that is often shown: the sigmoid under autocast, only the loss in fp32."""
     p = torch.sigmoid(logits)
     with torch.autocast("cpu", enabled=False):
         return F.binary_cross_entropy(p.float(), y.float(), reduction=reduction)

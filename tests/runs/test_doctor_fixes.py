@@ -1,4 +1,4 @@
-"""Cures are tried for several steps, which are taken and undone; what breaks on the way is not printed."""
+"""Fixes are tried for several steps, which are taken and undone; what breaks on the way is not printed."""
 
 from __future__ import annotations
 

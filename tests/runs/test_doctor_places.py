@@ -279,7 +279,7 @@ def everything(net, optimizer):
         (dense, SGD, by_closure, TypeError, "SGD.step() was given a closure; expected a step without one"),
         (dense, LBFGS, by_amp, TypeError, "LBFGS.step() needs a closure"),
         (dense, OfCurvature, by_backward, TypeError, "expected a step that ends before OfCurvature.step()"),
-        (dense, SGD, without_gradients, RuntimeError, "told of no loss and of no gradients; expected it to call"),
+        (dense, SGD, without_gradients, RuntimeError, "reported no loss and no gradients; expected it to call"),
         (dense, SGD, frozen, RuntimeError, "does not require grad"),
         (dense, SGD, raising, LookupError, "no such batch"),
         (meta, SGD, by_backward, ValueError, "on the meta device"),

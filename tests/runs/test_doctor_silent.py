@@ -1,4 +1,4 @@
-"""Faults that raise nothing are reported at a log line, with the module and the cure; and the cure ends the warning."""
+"""Faults that raise nothing are reported at a log line, with the module and the fix; and the fix ends the warning."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class Fault:
     build: Callable[[], nn.Module]
     settings: str
     warning: str
-    """A regular expression for the only warning; its group is the cure, as overrides."""
+    """A regular expression for the only warning; its group is the fix, as overrides."""
     healthy: Callable[[], nn.Module] | None = None
-    """What is cured by other code."""
+    """What is fixed by other code."""
     loss: float = 1.0
     """A factor."""
     code: int = 0
@@ -174,8 +174,8 @@ def test_a_silent_fault_is_reported_once_and_its_cure_ends_the_warning(fault: Fa
     assert found, warning
     if fault.healthy is not None:
         plant(fault.healthy)
-    cure = shlex.split(found[1]) if found.groups() else []
-    assert warnings_of("cured", *settings, *cure) == []
+    fix = shlex.split(found[1]) if found.groups() else []
+    assert warnings_of("fixed", *settings, *fix) == []
     assert warnings_of("unwatched", *settings, "doctor=off", code=fault.code) == []
 
 
