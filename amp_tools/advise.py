@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.doctor.locate import Doctor
+from amp_core.doctor.locate import Doctor, doctor_of
 from amp_core.doctor.places import Location, current_node
 from amp_core.doctor.trace import Trace
 from amp_core.doctor.values import named_tensors, storage_key, tensors_in
@@ -407,8 +407,6 @@ def advise(step: Callable[[], Any], nets: nn.Module | Iterable[tuple[str, nn.Mod
 
 def advise_run(loop: Loop, found: list[Window]) -> Generator[Any, None, None]:
     """A driver (`env.driver`) that looks at a recipe from where it stands. Appends to `found`."""
-    from amp_core.doctor.watch import doctor_of  # which needs the run's log, as plain loops do not
-
     cfg, seconds = loop.cfg, []
     for _ in range(_NUM_TIMED):
         with rerun_step(loop) as window:

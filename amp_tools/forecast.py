@@ -30,9 +30,8 @@ import torch
 
 from amp_core.config.errors import ConfigError
 from amp_core.doctor.diagnosis import keep_fp32_override
-from amp_core.doctor.locate import Doctor
+from amp_core.doctor.locate import Doctor, doctor_of
 from amp_core.doctor.statistics import KINDS, LOST
-from amp_core.doctor.watch import doctor_of
 from amp_core.lowp.islands import islands_of
 from amp_core.run.replay import replay, rerun_step, restore, snapshot
 from amp_core.step.observer import observing

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_core.doctor.fixes import Replay
-from amp_core.doctor.locate import Doctor
+from amp_core.doctor.locate import Doctor, doctor_of
 from amp_core.doctor.operations import Call, in_float64
 from amp_core.doctor.places import Location
 from amp_core.doctor.plain_loop import PlainLoop
@@ -96,8 +96,6 @@ def find_zeros(doctor: Doctor, step: Callable[[], Any], batch: Any = (), *, leas
 
 def zeros_of_step(loop: Loop, step: int, least: float, found: list[Zero]) -> Generator[Any, None, None]:
     """A driver (`env.driver`) that trains up to a step of a run and looks for its zeros. Fills `found`."""
-    from amp_core.doctor.watch import doctor_of  # which needs the run's log
-
     while loop.step < step - 1:
         with rerun_step(loop) as window:
             yield window
