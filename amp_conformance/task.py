@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -219,7 +220,12 @@ def inner_gradient(scaler: torch.amp.GradScaler | None) -> Callable[[Tensor, Ten
 
 
 def over_ranks(task: Task, net: nn.Module) -> nn.Module:
-    """The network as torch trains it on the ranks of a task: with DistributedDataParallel, with FSDP2, or alone."""
+    """The network as torch trains it on the ranks of a task: with DistributedDataParallel, with FSDP2, or alone.
+
+    Joins the process group of several ranks, if this process is not in it yet.
+    """
+    if task.ranks > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
     if task.sharded:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

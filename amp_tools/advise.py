@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.locate import Doctor, doctor_of
 from amp_core.doctor.places import Location, current_node
 from amp_core.doctor.trace import Trace
-from amp_core.doctor.values import named_tensors, storage_key, tensors_in
+from amp_core.doctor.values import named_tensors, storage_key
 from amp_core.lowp.products import is_emulated, products_of
 from amp_core.run.replay import rerun_step
 from amp_core.step.amp import Amp
@@ -353,9 +354,9 @@ class Listing(Trace):
             return super().__torch_dispatch__(func, types, args, kwargs)
         name, node = func.overloadpacket.__name__, current_node()
         place = self.places.of(node, name)
-        inputs = [self._operand(tensor) for tensor in tensors_in((args, kwargs))]
+        inputs = [self._operand(tensor) for tensor in all_tensors((args, kwargs))]
         result = func(*args, **kwargs)
-        outputs = [self._operand(tensor) for tensor in tensors_in(result)]
+        outputs = [self._operand(tensor) for tensor in all_tensors(result)]
         groups = {"convolution": args[8:9], "convolution_backward": args[9:10]}.get(name, (1,))[0]
         asynchronous = kwargs.get("non_blocking") or any(each is True for each in args[2:])
         blocks = not asynchronous and _is_blocking(name, inputs, outputs)

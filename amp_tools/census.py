@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.operations import UNWRITTEN, is_view
 from amp_core.doctor.places import Location, current_node, last_node
 from amp_core.doctor.trace import Trace
-from amp_core.doctor.values import HALF, storage_key, tensors_in
+from amp_core.doctor.values import HALF, storage_key
 from amp_core.memory.recompute import recomputed
 from amp_core.step.observer import Observer, observing
 
@@ -168,7 +169,7 @@ class Census(Trace):
         name = func.overloadpacket.__name__
         node = current_node()
         place = self.places.of(node, name)
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = list(all_tensors((args, kwargs)))
         is_cast, owner = name == "_to_copy" and bool(inputs), None  # torch.func casts numbers, too
         if is_cast and node is None:
             owner = self._owners.get(storage_key(inputs[0]))
@@ -190,11 +191,11 @@ class Census(Trace):
         result = func(*args, **kwargs)
         if is_view(func):
             return result
-        for tensor in tensors_in(result):
+        for tensor in all_tensors(result):
             (self._gradients.add if is_gradient else self._gradients.discard)(storage_key(tensor))
         if name in UNWRITTEN:
             return result
-        for tensor in tensors_in(result):
+        for tensor in all_tensors(result):
             if tensor.dtype in HALF and tensor.numel():
                 # What is cast is known more exactly before.
                 exact = inputs[0] if is_cast and inputs[0].is_floating_point() else tensor

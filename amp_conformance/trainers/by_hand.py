@@ -33,8 +33,6 @@ class ByHand:
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
         self.task = task
-        if task.ranks > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo")
         self.net = task.net()
         self.model = over_ranks(task, self.net)
         self.optimizers = task.optimizers(self.net)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver, EMAHandler
 from torch import Tensor, nn
@@ -39,8 +38,6 @@ class Ignite:
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
         task.require(self.name, several=False, clip=False, max_scale=self.bounded, weighted=False)
-        if task.ranks > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo")
         net = task.net()
         model = over_ranks(task, net)
         (optimizer,) = task.optimizers(net)

@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from amp_conformance.task import Task, View, evaluator, over_ranks
 from amp_core import Amp, Checkpoint, Clip, Ema, Schedule, sync_grads, windows
 
@@ -23,8 +21,6 @@ class Ours:
 
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
-        if task.ranks > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo")
         policy = {"init_scale": task.init_scale, "growth_interval": task.growth_interval}
         if task.max_scale is not None:
             policy["max_scale"] = task.max_scale

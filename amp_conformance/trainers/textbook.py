@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -37,8 +36,6 @@ class Textbook:
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
         task.require(self.name, max_scale=self.bounded, weighted=False, every=False)
-        if task.ranks > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo")
         net = task.net()
         model = over_ranks(task, net)
         optimizers = task.optimizers(net)

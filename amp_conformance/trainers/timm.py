@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from timm.models import load_checkpoint, resume_checkpoint
 from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, dispatch_clip_grad
 from torch import nn
@@ -42,8 +41,6 @@ class Timm:
     def run(self, task: Task, after: Callable[[View], None]) -> None:
         """See `task.Trainer`."""
         task.require(self.name, max_scale=self.bounded, several=False, weighted=False, penalty=False, every=False)
-        if task.ranks > 1 and not dist.is_initialized():
-            dist.init_process_group("gloo")
         net = task.net()
         model = over_ranks(task, net)
         (optimizer,) = task.optimizers(net)

@@ -248,7 +248,7 @@ def is_same(tensor: Tensor) -> tuple[Any, ...]:
 def all_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | list | tuple):
+    elif isinstance(value, list | tuple | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from all_tensors(item)
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.places import Location
-from amp_core.doctor.values import HALF, compared, dense, is_finite, is_plain, storage_key, tensors_in
+from amp_core.doctor.values import HALF, compared, dense, is_finite, is_plain, storage_key
 
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
 UNWRITTEN |= {"empty_permuted", "_efficientzerotensor"}
@@ -68,7 +69,7 @@ def named_inputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list
         if isinstance(value, Tensor):
             found.append((name, value))
         elif isinstance(value, tuple | list):
-            tensors = list(tensors_in(value))
+            tensors = list(all_tensors(value))
             found += [(name if len(tensors) == 1 else f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
     return found
 
@@ -76,7 +77,7 @@ def named_inputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     for i, (name, writes) in enumerate(_arguments(func)):
         if writes:
-            yield from tensors_in(args[i] if i < len(args) else kwargs.get(name))
+            yield from all_tensors(args[i] if i < len(args) else kwargs.get(name))
 
 
 @functools.cache
@@ -128,7 +129,7 @@ def in_float64(call: Call, output: Tensor) -> Tensor | None:
         assert func is not None
         args = [widen(each) for each in call.args]
         kwargs = {name: widen(each) for name, each in call.kwargs.items() if name not in _FORMAT}
-        results = [t for t in tensors_in(func(*args, **kwargs)) if t.shape == output.shape]
+        results = [t for t in all_tensors(func(*args, **kwargs)) if t.shape == output.shape]
         return min(results, key=is_finite)  # of several with this shape the one that is not finite
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):
         return None  # no float64 kernel

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.operations import is_view
 from amp_core.doctor.places import current_node
 from amp_core.doctor.trace import DispatchMode, Trace
-from amp_core.doctor.values import HALF, dense, is_finite, is_plain, named_tensors, own_names, parts_of, tensors_in
+from amp_core.doctor.values import HALF, dense, is_finite, is_plain, named_tensors, own_names, parts_of
 from amp_core.layouts.stages import Stages
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
@@ -378,7 +379,7 @@ class In32Bits(DispatchMode):
         kwargs = kwargs or {}
         if not hasattr(func, "_schema"):  # torch.cond and others that are given functions
             return func(*args, **kwargs)
-        self.was_used |= kwargs.get("dtype") in HALF or any(t.dtype in HALF for t in tensors_in((args, kwargs)))
+        self.was_used |= kwargs.get("dtype") in HALF or any(t.dtype in HALF for t in all_tensors((args, kwargs)))
         # Autograd refuses a gradient that stays in 32 bits, of a weight in 16.
         is_gradient = str(func) == "aten._to_copy.default" and current_node() is not None
         if kwargs.get("dtype") in HALF and not is_gradient:

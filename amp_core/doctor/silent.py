@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.data.loading import checking_batches
 from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, advice_for, cause_of, keep_fp32_override, listed
 from amp_core.doctor.findings import Search, is_among
@@ -27,7 +28,7 @@ from amp_core.doctor.fixes import FixSearch
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.trace import Trace
-from amp_core.doctor.values import HALF, bad_rows, is_finite, named_tensors, spread, tensors_in
+from amp_core.doctor.values import HALF, bad_rows, is_finite, named_tensors, spread
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.lowp.weights import is_low, master_params
 from amp_core.memory.recompute import recomputed
@@ -84,7 +85,7 @@ class Silent(Observer):
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if module in self._places and type(module).__module__ not in _GATES and recomputed() is None:
-            for tensor in tensors_in(output):
+            for tensor in all_tensors(output):
                 self._count("outputs", self._places[module], tensor)
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.locate import doctor_of
-from amp_core.doctor.values import spread, tensors_in
+from amp_core.doctor.values import spread
 from amp_core.lowp.weights import master_params
 from amp_core.memory.recompute import recomputed
 from amp_core.run.log import Log
@@ -91,7 +92,7 @@ class Statistics(Observer):
         if recomputed() is not None:
             return
         found = self._found  # a graph retained beyond its window belongs to none
-        for tensor in tensors_in(output):
+        for tensor in all_tensors(output):
             self._measure(name, "activations", tensor)
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._after_backward, found, name))

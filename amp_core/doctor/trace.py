@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.findings import Finding, batch_sizes
 from amp_core.doctor.marks import Collision, Marks, collision_of, new_marks
 from amp_core.doctor.operations import (
@@ -53,7 +54,6 @@ from amp_core.doctor.values import (
     num_rows,
     same,
     storage_key,
-    tensors_in,
 )
 from amp_core.lowp.weights import weights_by_side
 from amp_core.step.observer import Observer
@@ -224,7 +224,7 @@ class Trace(Observer, DispatchMode):
 
     def _keep_results(self, output: Any) -> None:
         """Keep what a network returns, also within vmap, of which nothing is left afterwards."""
-        self._results = [torch.func.debug_unwrap(each, recurse=True) for each in tensors_in(output)]
+        self._results = [torch.func.debug_unwrap(each, recurse=True) for each in all_tensors(output)]
 
     # --- operations -----------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class Trace(Observer, DispatchMode):
         if call.name == "_local_scalar_dense" and not (isinstance(result, complex) or math.isfinite(result)):
             self._numbers = self._origins.get(call.inputs[0].key, frozenset()) if call.inputs else frozenset()
         if call.name in UNWRITTEN:
-            for key in map(storage_key, tensors_in(result)):
+            for key in map(storage_key, all_tensors(result)):
                 self._unwritten.add(key)
                 if key not in call.written:  # new memory, perhaps of a freed tensor
                     self._shared.discard(key)
@@ -315,7 +315,7 @@ class Trace(Observer, DispatchMode):
         tested = [each.tensor for each in call.inputs] if call.name in _TESTS else []
         if bad := [tensor for tensor in tested if not is_finite(tensor)]:
             self._bad_results["a number that the program tests"] = bad[-1]
-        outputs = [tensor for tensor in (*tensors_in(result), *call.statistics) if has_numbers(tensor)]
+        outputs = [tensor for tensor in (*all_tensors(result), *call.statistics) if has_numbers(tensor)]
         if result is None:  # fully_shard's copies into its buffers
             outputs = [tensor for tensor in written_by(call.func, call.args, call.kwargs) if has_numbers(tensor)]
         if outputs and not is_view(call.func):  # a view shares the storage of its base, and its records

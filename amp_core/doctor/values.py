@@ -186,14 +186,6 @@ def spread(tensor: Tensor, limit: int) -> Tensor:
 # --- tensors by name --------------------------------------------------------------------------------------------------
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
 def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str, Tensor]:
     """Weights and buffers by name, and the tensors of a batch as `batch[0]`, `batch[1]`, ..."""
     found: dict[str, Tensor] = {}
