@@ -23,13 +23,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (11_458, "base lowp step memory layouts checkpoints heads"),
-    "doctor": (4_095, "doctor"),
+    "library": (11_479, "base lowp step memory layouts checkpoints heads"),
+    "doctor": (4_091, "doctor"),
     "program": (17_076, "config run cli data models train.py"),
-    "amp_tools": (4_565, "amp_tools"),
+    "amp_tools": (4_567, "amp_tools"),
     "scripts": (5_760, "scripts"),
     "amp_plugins": (1_102, "amp_plugins"),
-    "amp_conformance": (2_732, "amp_conformance"),
+    "amp_conformance": (2_723, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
 program imports, the program half what a run of train.py needs besides."""
@@ -37,10 +37,10 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.820
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 8_251, 3_398
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 8_258, 3_402
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 596
+MOST_LINES_OF_PATH = 598
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {

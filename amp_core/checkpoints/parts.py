@@ -301,6 +301,7 @@ def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
         part = parts[name]
         if isinstance(part, ShardedPart):
             return (0, *part.span(path, entry.shape)), True
+        # Once per part: to name the tensors of a network walks over all its modules.
         if name not in known:
             known[name] = _lookup(part, states[name])
         live = known[name](path)
@@ -371,6 +372,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     for group, new in zip(groups, taken, strict=True):
         for key, value in new.items():
             live = group.get(key)
+            # Into the tensor that is there: a schedule, or a captured graph, holds it.
             if isinstance(live, Tensor):
                 live.detach().copy_(torch.as_tensor(value))
             else:

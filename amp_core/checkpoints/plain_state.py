@@ -32,6 +32,7 @@ def unpickle(data: bytes, path: Path) -> dict[str, Any]:
     CorruptFile: it is refused, as it holds anything else, or claims more memory or time than its size allows.
     """
     try:
+        # Before it is executed: what `weights_only` permits can still take hours, or all memory.
         num_items = scan(io.BytesIO(data))
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True, mmap=False)
         _require_plain(contents, len(data), num_items)
@@ -118,6 +119,7 @@ def _require_plain(contents: object, num_bytes: int, num_items: int) -> None:
             continue
         _require_dense(value, where)
         storage = value.untyped_storage()
+        # By storage: tensors that share memory count once.
         storages[storage.data_ptr()] = storage.nbytes()
         if value.numel() * value.element_size() > storage.nbytes():
             raise ValueError(f"{_name(where)} is larger than its data")

@@ -87,6 +87,7 @@ def wrap_fsdp(
 def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, masters: bool = False) -> nn.Module:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+    # Without memory: full shapes and copies of a sharded network (`sharded_copy`) start from it.
     on_meta = copy_with(net, {tensor: torch.empty_like(tensor, device="meta") for tensor in tensors_of(net)})
     plan = Plan(on_meta, dtype, functools.partial(_shard, mesh=mesh, dtype=dtype, masters=masters))
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -98,6 +99,7 @@ def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, masters:
     for module, name in in_16bit.items() if not masters else ():
         module.register_forward_pre_hook(functools.partial(_require_autocast, dtype, name))
     try:
+        # Inner groups first: what a block has left when it is wrapped itself is gathered with the block.
         for block in (*blocks(net), net):
             mine = [m for m in block.modules() if m in in_16bit and not isinstance(m, FSDPModule)]
             if mine and mine != [block]:

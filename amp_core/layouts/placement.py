@@ -68,6 +68,8 @@ class Placement:
         return list(net.items())
 
     def _wrap(self, net: nn.Module, amp: Amp, notes: list[str]) -> nn.Module:
+        # In this order: 16-bit weights before the layout reads dtypes, compiled and recomputed parts before a wrapper
+        # hides them, and the guard on the outermost module, the one that is called.
         amp.prepare(net, gathers=self._shards)
         if (said := note(net)) and said not in notes:
             notes.append(said)

@@ -107,6 +107,8 @@ class Stages(nn.Module):
                 return self._compute(stage, before.result())
 
         with contextlib.ExitStack() as stack:
+            # One thread each takes its chunks in the order of submission, which fixes the order of random numbers and
+            # sums.
             pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in self.stages[1:]]
             outputs = []
             for chunk in chunks:
@@ -130,6 +132,7 @@ def cuts(costs: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
     best: dict[int, tuple[float, list[tuple[int, int]]]] = {
         start: (sum(costs[start:]), [(start, len(costs))]) for start in range(len(costs))
     }
+    # Dynamic programming over the number of parts, n^2 sums for each: networks have few layers.
     for rest in range(1, num_parts):
         # From the front, while later entries still describe one range less. `<=`: a layer without cost stays with the
         # one before it.

@@ -221,6 +221,7 @@ def compute_in(net: nn.Module, dtype: torch.dtype, lows: Iterable[nn.Parameter])
             module.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
     islands = {net.get_submodule(name) for name in island_names(net)}
     inside = {part for island in islands for part in island.modules() if part is not island}
+    # The outermost ones: inside an island everything is fp32.
     for island in islands - inside:
         island.register_forward_hook(functools.partial(_cast_island, dtype))
     net.register_forward_hook(_cast_output)
@@ -394,6 +395,7 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
 def _cast_island(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
     low = _cast(output, dtype)
     if isinstance(low, Tensor) and low is not output and not low.is_inference() and _SEES_WRITES:
+        # Should it be the output of the network, the unrounded one is returned in its place.
         low.whole = output, version_of(low)  # type: ignore[attr-defined]
     return low
 

@@ -81,6 +81,7 @@ class BufferGuard:
     def arm(self, *_: Any) -> None:
         """Begin a window with a snapshot, unless one has begun. Called before each forward pass of the network."""
         records = torch.is_grad_enabled()
+        # A window that began without a graph begins anew at the first forward pass with one.
         if self._armed and (self._records or not records):
             return
         found = [row for row in self._found() if row[0].training]
@@ -115,6 +116,7 @@ class BufferGuard:
 
         `after` the step of an optimizer, if it owns weights of the network; None: at the end of the window.
         """
+        # A discriminator's skipped step says nothing about the statistics of the generator.
         if after is not None and self.parameters.isdisjoint(weights_of(after.optimizer)):
             return
         if after is not None and not self.was_called and after.grads:

@@ -38,7 +38,9 @@ def weight_groups(cfg: OptimizerConfig, nets: Iterable[nn.Module]) -> list[dict[
             number = next((n for n, group in enumerate(given) if _matches(name, str(group["match"]))), None)
             used.add(number)
             own = {} if number is None else {key: value for key, value in given[number].items() if key != "match"}
+            # A weight in no layer has the rate of the last one, as a head has.
             rate = own.get("lr", cfg.lr) * (cfg.layer_decay or 1.0) ** (last - layers.get(name, last))
+            # Norms and biases are left out: they set scale and shift, which a decay would pull to 0.
             decay = own.get("weight_decay", cfg.weight_decay) if param.ndim >= 2 else 0.0
             settings = {**own, "lr": rate, "weight_decay": decay}
             found.setdefault((number, rate, decay), {**settings, "params": []})["params"].append(param)

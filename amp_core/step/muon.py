@@ -33,6 +33,7 @@ class MuonAdamW(torch.optim.Optimizer):
         muon, adamw = torch.optim.Muon([torch.zeros(1, 1)]), torch.optim.AdamW([torch.zeros(1)])
         adamw.param_groups, adamw.state = [g for g in self.param_groups if "ns_steps" not in g], self.state
         bare_step(adamw)
+        # Copies of the groups, whose weights are replaced by views as matrices.
         muon.param_groups = [{**g, "params": list(g["params"])} for g in self.param_groups if "ns_steps" in g]
         for group in muon.param_groups:
             for i, param in enumerate(group["params"]):

@@ -240,6 +240,8 @@ def _after_warmup(curve: Callable[[float, float], float]) -> Callable[..., LRSch
 
         def factor(step: int) -> float:
             if step < num_warmup:
+                # From 1 / (n + 1), since a step at a rate of 0 would do nothing; the peak is the first step behind the
+                # warmup.
                 return (step + 1) / (num_warmup + 1)
             return curve((step - num_warmup) / max(num_steps - num_warmup, 1), final)
 

@@ -128,6 +128,7 @@ def windows(
             counts += [counts[-1] * 0 if counts else count(filler) * 0] * (length - len(window))
             window += [filler] * (length - len(window))
             total = _sum(counts) if isinstance(counts[0], Tensor) else total
+        # For a rank whose data end before those of others.
         spare = window[-1]
         weights = _shares(counts, total)
         yield window_of(window, weights if world_size == 1 else [weight * world_size for weight in weights])
