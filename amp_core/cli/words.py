@@ -76,14 +76,15 @@ WORDS = {word: ours for ours, words in {
     "data.augment": "aa auto_augment autoaugment rand_augment trivial_augment color_jitter",
     "data.like": "crop_pct interpolation", "optimizer.groups": "param_groups parameter_groups",
     "export.to": "export.format export.target",
-    "recipe.class_weights": "class_weight class_weights pos_weight",
-    "data.target": "target target_column label_column y", "recipe.metrics": "metrics metric eval_metric",
+    "data.target": "target target_column label_column y",
     "data.window": "lookback input_chunk_length history", "data.horizon": "forecast_horizon output_chunk_length",
     "data.sampler": "weighted_sampler sampler balanced",
 }.items() for word in words.split()}  # fmt: skip
 """What other projects call our keys and groups."""
 REASONS = {
     **dict.fromkeys(("num_classes", "in_channels", "vocab_size"), "the data set knows it; leave it out"),
+    **dict.fromkeys(("class_weight", "class_weights", "pos_weight"), "recipe=supervised has recipe.class_weights"),
+    **dict.fromkeys(("metrics", "metric", "eval_metric"), "recipe=supervised has recipe.metrics"),
     "shuffle": "training data is shuffled by the seed, evaluation data never; leave it out",
     **dict.fromkeys(("transforms", "transform", "augmentation"), "use data.augment=true or false"),
     **dict.fromkeys(

@@ -463,7 +463,7 @@ def test_no_setting_or_option_is_a_slip_for_another_whose_meaning_differs():
     """Else a hint for one could name the other: what is that near is listed here."""
     names = [key.rpartition(".")[2] for key in typed_keys()]
     near = {tuple(sorted((a, b))) for a in names for b in names if a < b and is_misspelt(a, b)}
-    assert near <= {("step", "steps")}
+    assert near <= {("step", "steps"), ("sampler", "samples")}
     for group in groups():
         near = {(a, b) for a in choices(group) for b in choices(group) if a < b and is_misspelt(a, b)}
         assert near <= {
