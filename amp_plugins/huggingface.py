@@ -70,7 +70,7 @@ class HfDoctor(transformers.TrainerCallback):
                 yield
             finally:
                 if metrics is not None:
-                    trainer._metrics = metrics
+                    vars(trainer)["_metrics"] = metrics
 
         self.doctor = LoopDoctor(
             scaler,

@@ -144,7 +144,7 @@ def _numbered(labels: Sequence[Any], what: str) -> tuple[NDArray[np.int64], list
     if kinds != {str}:
         number, text = (next(label for label in labels if isinstance(label, kind)) for kind in (int, str))
         raise ConfigError(
-            f"{what}: has the labels {number} and {visible(text)!r}; expected whole numbers below {_MOST_CLASSES:,} in "
+            f"{what}: has the labels {number} and {visible(str(text))!r}; expected whole numbers below {_MOST_CLASSES:,} in "
             f"all samples, or text"
         )
     names = sorted(set(labels))
