@@ -30,6 +30,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Small configurations of transformers by name; options override their fields."""
 NUM_BYTES = 256
+CAUSAL = (
+    "gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3",
+    "starcoder2",
+)  # fmt: skip
+"""Types of networks whose attention needs nothing but to be causal, if it has no windows."""
 Builder = Callable[..., nn.Module]
 
 
@@ -88,7 +93,7 @@ class _Logits:
         self, inputs: Tensor, offset: int = 0, targets: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
         assert offset == 0  # recipes/language_model.py refuses others
-        packed = {} if positions is None else _packed(self.config, positions)  # type: ignore[attr-defined]
+        packed = _packed(self.config, positions)  # type: ignore[attr-defined]
         if targets is not None:  # the summed loss, of a head of `heads.losses`
             net: Any = self
             return net.get_output_embeddings()(net.base_model(inputs, **packed)[0], targets)
@@ -118,6 +123,8 @@ def as_published(net: nn.Module) -> Any:
     classes = type(net).__mro__
     found: Any = object.__new__(classes[classes.index(_Logits) + 1])
     found.__dict__ = net.__dict__
+    if found.config._attn_implementation == _MASKLESS:
+        found.config._attn_implementation = "sdpa"  # prompts are padded
     return found
 
 
@@ -126,17 +133,43 @@ def is_of_transformers(net: nn.Module) -> bool:
     return isinstance(net, _Logits)
 
 
-def _packed(config: Any, positions: Tensor) -> dict[str, Tensor]:
-    """Keywords for a forward pass of packed documents.
+_MASKLESS = "amp_causal"
 
-    transformers finds documents in `position_ids` by itself, which reads back from the device, once per forward pass:
-    a mask of our own does not. Windows of attention and other implementations than SDPA are left to transformers.
+
+def attend_without_masks(net: Any) -> None:
+    """Keep transformers from looking for packed documents, once per forward pass: that reads back from the device.
+
+    A name that it knows no mask for gets none, and SDPA is then told to be causal: the kernel of one document, the same
+    bits. Networks that add to a mask (ALiBi) or have windows are left alone.
     """
+    if net.config.model_type in CAUSAL and _is_plain(net.config):
+        from transformers import AttentionInterface  # pyright: ignore[reportMissingImports]
+        from transformers.integrations.sdpa_attention import (  # pyright: ignore[reportMissingImports]
+            sdpa_attention_forward,
+        )
+
+        AttentionInterface.register(_MASKLESS, sdpa_attention_forward)
+        net.config._attn_implementation = _MASKLESS
+
+
+def _is_plain(config: Any) -> bool:
+    """Whether all layers attend by SDPA to all that came before."""
     has_windows = getattr(config, "sliding_window", None) is not None
     others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
-    if has_windows or others or config._attn_implementation != "sdpa":
-        return {"position_ids": positions}
-    return {"position_ids": positions, "attention_mask": causal_mask(positions)}
+    is_causal = getattr(config, "is_causal", True) is not False
+    return is_causal and not has_windows and not others and config._attn_implementation in ("sdpa", _MASKLESS)
+
+
+def _packed(config: Any, positions: Tensor | None) -> dict[str, Tensor]:
+    """Keywords for a forward pass of packed documents; none of documents alone.
+
+    transformers finds documents in `position_ids` by itself, which reads back from the device: a mask of our own does
+    not. Windows of attention and other implementations than SDPA are left to transformers.
+    """
+    if positions is None:
+        return {}
+    mask = {"attention_mask": causal_mask(positions)} if _is_plain(config) else {}
+    return {"position_ids": positions, **mask}
 
 
 def hf_classifier(name: str) -> Builder:
@@ -153,7 +186,8 @@ def hf_language_model(name: str) -> Builder:
     """The builder of a causal network of transformers: tokens [B, L] to logits [B, L, vocab_size]."""
 
     def fields(*, vocab_size: int, length: int) -> dict[str, Any]:
-        # A BERT is causal if told so. Bytes have no padding, and the embedding of a padding token gets no gradient.
+        # A BERT is causal if told so. Data has no padding, and the embedding of a padding token gets no gradient: as in
+        # transformers in a network that is loaded, whose folder says which token that is.
         tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
         return {"vocab_size": vocab_size, "is_decoder": True, "use_cache": False, **tokens}
 
@@ -196,8 +230,11 @@ def _transformers(name: str, task: str, fields: Callable[..., dict[str, Any]]) -
                 )
             given["vocab_size"] = own
         fixed = fields(**{key: given.pop(key) for key in facts})
+        if is_loaded and needed not in (0, NUM_BYTES):
+            fixed.pop("pad_token_id", None)
         fixed = {key: value for key, value in fixed.items() if key in keys or key == "num_labels"}
         net = network(config.from_dict({**values, **given, **fixed}))
+        attend_without_masks(net)
         if length > (limit := getattr(net.config, "max_position_embeddings", length)):
             raise ConfigError(f"data.length={length}: {called} has {limit} positions; use at most data.length={limit}")
         return net

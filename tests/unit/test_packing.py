@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from waits import waits
 
 from amp_core.config.errors import ConfigError
 from amp_core.data.packing import IGNORE, plan
@@ -18,6 +20,7 @@ from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
 from amp_core.models.images import CLASSIFIERS
 from amp_core.models.packed import causal_mask, check_packing
+from amp_core.models.timm_and_hf import CAUSAL, as_published
 
 needs_hf = pytest.mark.skipif(not find_spec("transformers"), reason="needs pip install 'amp-recipes[hf]'")
 NETS = [
@@ -159,6 +162,56 @@ def test_networks_of_transformers_whose_documents_leak_are_refused(kind, fields,
     net = built(f"hf:{tmp_path}", {})
     with pytest.raises(ConfigError, match=rf"data.packing: model.name={kind} .*{leaks}.*; use data.packing=none"):
         check_packing(net, kind)
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+OWN: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "mistral": {"sliding_window": None, "num_key_value_heads": 2},
+    "gpt_neox": {},
+}
+"""Sizes by type; of the others two heads of keys, so that one serves two of queries."""
+
+
+@needs_hf
+@pytest.mark.parametrize("packs", [False, True], ids=["alone", "packed"])
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_a_forward_pass_that_never_waits_has_the_bits_of_transformers(kind: str, packs: bool, tmp_path: Path) -> None:
+    fields = SIZES | {"pad_token_id": None} | OWN.get(kind, {"num_key_value_heads": 2, "head_dim": 8})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **fields}))
+    net, text = built(f"hf:{tmp_path}", {}), torch.cat([tokens(1), tokens(2)])
+    batch = (text, text, *[POSITIONS.expand(2, -1)] * packs)
+
+    def step() -> list[Tensor]:
+        net.zero_grad()
+        logits = outputs_of(net, batch)
+        logits.square().sum().backward()
+        return [logits.detach(), *(param.grad.clone() for param in net.parameters() if param.grad is not None)]
+
+    found = []
+    assert waits(lambda: found.extend(step())) == 0
+    published = as_published(net)  # also takes padded prompts from here on
+    theirs = published(text).logits
+    assert packs or torch.equal(found[0], theirs)
+    again = []
+    assert waits(lambda: again.extend(step())) == (0 if packs else 1)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)) and len(found) > 10
+
+
+@needs_hf
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "mistral", "sliding_window": 4, "num_key_value_heads": 2, **SIZES},
+        {"model_type": "bloom", "n_head": 4},
+    ],
+)
+def test_windows_and_added_biases_are_left_to_transformers(fields: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 32, "n_layer": 1, **fields}))
+    net, text = built(f"hf:{tmp_path}", {}), tokens()
+    with torch.no_grad():
+        assert torch.equal(net(text), as_published(net)(text).logits)
+    assert net.config._attn_implementation != "amp_causal"  # type: ignore[union-attr]
 
 
 def test_a_network_without_positions_is_refused() -> None:
