@@ -13,7 +13,7 @@ from pathlib import Path
 
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import read_bytes, visible
-from amp_core.config.kinds import KINDS, OWN_PARTS, check_augment, check_coco, check_stored, kind_of
+from amp_core.config.kinds import KINDS, OWN_PARTS, TEXTS, check_augment, check_coco, check_stored, kind_of, lacks_text
 from amp_core.config.schema import Config, DataConfig
 
 _OF_TEXT = ("tokenizer", "text_field", "packing", "mix", "train_on")
@@ -84,10 +84,12 @@ def _check_exclude(cfg: DataConfig) -> Iterator[str]:
 
 
 def lacks_data(cfg: Config) -> bool:
-    """Whether a run predicts files without the data that it was trained on: its checkpoint knows the classes."""
+    """Whether a run uses its network without the training data: the checkpoint knows classes, a tokenizer its ids."""
     if cfg.data.name == "table":
         needs_none = cfg.predict_on or cfg.data.eval_path or cfg.task == "export"
         return cfg.task != "train" and bool(needs_none) and cfg.model.weights is None
+    if cfg.data.name in TEXTS:
+        return lacks_text(cfg.data, cfg.task, cfg.predict_on)
     if cfg.task != "predict" or cfg.predict_on is None or cfg.model.weights is not None or cfg.data.path is None:
         return False
     return cfg.data.name in (*DECODED, "mask_folder") and not Path(cfg.data.path).expanduser().exists()

@@ -18,6 +18,8 @@ KINDS = {
 }  # fmt: skip
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images, the
 rows of a `table`; `own` is what a recipe brings itself."""
+TEXTS = ("text", "tokens", "chat")
+"""Those of a user's own text."""
 
 OWN_PARTS = ("KIND", "build")
 """What a user's data set, data/<name>.py, must have; it may have `check(cfg)`, a list of problems."""
@@ -80,3 +82,12 @@ def check_coco(cfg: DataConfig) -> Iterator[str]:
     for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
         if path is not None and not Path(path).expanduser().is_file():
             yield f"data.{key}={path}: there is no such file; expected a json of COCO's instances"
+
+
+def lacks_text(cfg: DataConfig, task: str, predict_on: str | None) -> bool:
+    """Whether an export, or a prediction of prompts, has the tokenizer of its text, not the text."""
+    if task != "export" and not (task == "predict" and Path(predict_on or "").is_file()):
+        return False
+    places = [Path(path).expanduser() for path in (cfg.path, cfg.eval_path) if path is not None]
+    there = [place.exists() or any(place.parent.glob(place.name)) for place in places]
+    return cfg.tokenizer is not None and not all(there)

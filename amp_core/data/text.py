@@ -236,10 +236,31 @@ def _chat(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     return Data(chats[0], chats[1], facts, notes=notes, tokenizer=tokenizer)
 
 
+class _Absent:
+    """The data of an export, or of a prediction of prompts: a sample that nobody reads."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        raise AssertionError("the data is not there")
+
+
+def _or_absent(build: Callable[[DataConfig, int, int | None], Data]) -> Callable[[DataConfig, int, int | None], Data]:
+    def built(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+        if cfg.num_samples != 0:
+            return build(cfg, seed, channels)
+        tokenizer = read_tokenizer(cfg.tokenizer or BYTES)
+        facts = {"vocab_size": tokenizer.vocab_size, "length": cfg.length}
+        return Data(_Absent(), _Absent(), facts, tokenizer=tokenizer)
+
+    return built
+
+
 BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
     "torch_sources": _sources,
     "torch_headers": _sources,
-    "text": _text,
-    "tokens": _tokens,
-    "chat": _chat,
+    "text": _or_absent(_text),
+    "tokens": _or_absent(_tokens),
+    "chat": _or_absent(_chat),
 }

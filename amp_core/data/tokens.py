@@ -157,7 +157,15 @@ def _shard(file: Path) -> Shard:
 def _about(file: Path) -> dict[str, Any] | None:
     """What the manifest beside a shard says of it."""
     manifest = file.with_name(MANIFEST)
-    return read_json(manifest)["shards"].get(file.name) if manifest.is_file() else None
+    if not manifest.is_file():
+        return None
+    shards = read_json(manifest).get("shards")
+    about = shards.get(file.name) if isinstance(shards, dict) else {}
+    about = about if about is None or isinstance(about, dict) else {}
+    keys = {"tokens": int, "dtype": str}
+    if about is not None and not all(isinstance(about.get(key), kind) for key, kind in keys.items()):
+        raise ValueError(f"{manifest} does not say how many tokens {file.name} has, of what dtype; write both again")
+    return about
 
 
 def _ends(file: Path, count: int) -> Ints | None:

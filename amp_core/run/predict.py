@@ -23,6 +23,7 @@ from amp_core.checkpoints.reading import Selection, must_find_checkpoint
 from amp_core.config.checks import IMAGE_ENDINGS, Skipped, images_below, lacks_data, skipped_note
 from amp_core.config.errors import ConfigError, Diverged, RunError
 from amp_core.config.files import open_file, remove
+from amp_core.config.kinds import TEXTS
 from amp_core.config.schema import Config
 from amp_core.data import Data, Dataset
 from amp_core.data.base import Key
@@ -38,6 +39,9 @@ from amp_core.tensors import unwrap
 def with_data(cfg: Config) -> Config:
     """The configuration of a task with a run. What a network learned a table as is that of its checkpoint; without the
     training data, the files to predict replace them."""
+    if cfg.data.name in TEXTS:
+        nothing = replace(cfg.data, path=None, eval_path=None, mix=None, num_samples=0)
+        return replace(cfg, data=nothing) if lacks_data(cfg) else cfg
     is_table = cfg.data.name == "table" and cfg.model.weights is None
     if not is_table and (cfg.task != "predict" or not lacks_data(cfg)):
         return cfg

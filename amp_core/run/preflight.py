@@ -11,7 +11,7 @@ import torch
 from amp_core.config.checks import DECODED, check_data, lacks_data, of_detection, package_folder, tag_of_timm
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
-from amp_core.config.kinds import FILES
+from amp_core.config.kinds import FILES, TEXTS
 from amp_core.config.parse import parse
 from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.lowp.islands import keep_fp32
@@ -89,6 +89,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
             _check_parts(cfg, recipe.MODELS, problems)
     if sound("data"):
         needless = ("data.path=", "data.exclude=") if not broken and lacks_data(cfg) else ()
+        needless += ("data.eval_path=",) if needless and cfg.data.name in TEXTS else ()
         problems += [problem for problem in check_data(cfg.data, recipe.DATA) if not problem.startswith(needless)]
         for key in ("mixup", "cutmix") if not getattr(recipe, "SOFT_TARGETS", False) else ():
             if getattr(cfg.data, key) is not None:

@@ -247,3 +247,23 @@ def test_what_leaves_of_an_optimizer_with_an_average_of_its_own_is_what_was_eval
     state = must_find_checkpoint(Path("a")).contents["model"]
     load = pytest.importorskip("safetensors.torch").load_file
     assert any(not torch.equal(state[name], value) for name, value in load("a/export/model.safetensors").items())
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "null"])
+def test_a_run_without_its_training_data_exports_and_continues_prompts(tokenizer, capsys):
+    Path("book.txt").write_text("def f(x):\n    return x\n" * 60)
+    np.save("ids.npy", np.arange(4000, dtype=np.uint16) % 256)
+    data = ["data=text", "data.path=book.txt"] if tokenizer == "bytes" else ["data=tokens", "data.path=ids.npy"]
+    settings = ["data.length=32", f"data.tokenizer={tokenizer}", "model=gpt", *typed(TINY), "steps=1", "log=none"]
+    assert train.main(["recipe=language_model", "run_dir=a", "device=cpu", *data, *settings]) == 0
+    for name in ("book.txt", "ids.npy"):
+        Path(name).unlink()
+    Path("prompts.jsonl").write_text('{"prompt": "def"}\n')
+    if tokenizer == "null":  # who wrote the shards alone knows how many tokens there are
+        assert export("safetensors") == 2 and "data.path=ids.npy" in capsys.readouterr().err
+        return
+    assert export("safetensors") == 0 and Path("a/export/model.safetensors").is_file()
+    predict = ["task=predict", "predict_on=prompts.jsonl", "run_dir=a", "device=cpu"]
+    assert train.main(predict) == 0 and "text" in json.loads(Path("a/predictions.jsonl").read_text())
+    assert train.main(["task=evaluate", "run_dir=a", "device=cpu"]) == 2
+    assert "data.path=book.txt" in capsys.readouterr().err

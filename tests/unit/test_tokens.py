@@ -69,6 +69,9 @@ def test_shards_of_every_format_hold_the_same_ids(tmp_path, kind):
         ({"a.npy": b"abc"}, "a.npy|magic"),
         ({"a.txt": b"abc"}, "has no *.bin or *.npy"),
         ({"a.bin": llmc(), "manifest.json": b'{"shards": {}}', "b.bin": b"a"}, "b.bin has 1 bytes"),
+        ({"a.bin": b"a" * 8, "manifest.json": b'{"shards": {"a.bin": {"dtype": "uint16"}}}'}, "does not say how many tokens"),
+        ({"a.bin": b"a" * 8, "manifest.json": b'{"shards": []}'}, "does not say how many tokens"),
+        ({"a.bin": b"a" * 8, "manifest.json": b"[]"}, "manifest.json: is not a JSON object"),
     ],
 )  # fmt: skip
 def test_damaged_shards_are_refused_by_name(tmp_path, files, problem):
