@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from amp_core.config.checks import DECODED, check_data, lacks_data, of_detection, package_folder, tag_of_timm
+from amp_core.config.checks import (
+    DECODED,
+    TEXTS,
+    check_data,
+    lacks_data,
+    of_detection,
+    package_folder,
+    tag_of_timm,
+)
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
 from amp_core.config.kinds import FILES, TEXTS

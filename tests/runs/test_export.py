@@ -110,6 +110,32 @@ def test_a_fine_tuned_network_of_transformers_goes_back_with_adapters_merged_or_
         close(peft.PeftModel.from_pretrained(start, "a/export/peft").eval()(TOKENS).logits, logits)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, step", [("int8", 1 / 254), ("nf4", (1 - 0.6962) / 2)])
+def test_a_base_of_few_bits_is_exported_as_what_its_layers_multiply_with(kind, step):
+    """Half of the widest gap between two codes, of the largest weight of a row (int8) or of 64 (nf4), and fp32 sums."""
+    pytest.importorskip("bitsandbytes", reason="needs the extra peft")
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=256)).save_pretrained("base")
+    net = ["model=hf", "model.name=base", "model.weights=default", f"recipe.base={kind}", "optimizer.lr=0.01"]
+    small = ["data.length=32", "data.num_samples=16", "amp=fp32", "device=cpu", "log=none", "batch_size=2", "steps=3"]
+    assert train.main(["recipe=finetuning", "run_dir=a", *net, *small]) == 0
+    assert export("hf") == 0 and export("peft") == 0
+    safetensors = pytest.importorskip("safetensors.torch")
+    whole, base, adapter = (
+        safetensors.load_file(f"{folder}/{name}model.safetensors")
+        for folder, name in (("a/export/hf", ""), ("base", ""), ("a/export/peft", "adapter_"))
+    )
+    name = "model.layers.0.mlp.down_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
+    delta, before = b @ a * 16.0 / 8, base[f"{name}.weight"]
+    off = (whole[f"{name}.weight"] - delta - before).unflatten(1, (-1, 64 if kind == "nf4" else 128)).abs()
+    largest = before.unflatten(1, off.shape[1:]).abs().amax(2, keepdim=True)
+    assert delta.abs().max() > 1e-3 and off.max() > 0 and (off <= (step + 1e-3) * largest).all()
+
+
 @pytest.mark.parametrize(
     "typed, key",
     [
