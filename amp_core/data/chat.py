@@ -100,7 +100,8 @@ def _write(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer, folder:
     if not ends:
         raise ConfigError(
             f"data.path={cfg.path}: none of its {total:,} chats has a token to train on within "
-            f"data.length={cfg.length}; expected messages of the role assistant, or use data.train_on=all"
+            f"data.length={cfg.length}; expected answers of the role assistant that end within it, or "
+            f"data.train_on=all"
         )
     notes = [f"{num_cut:,} of {total:,} chats are cut at the end of an answer, to data.length={cfg.length}"] * (
         num_cut > 0
