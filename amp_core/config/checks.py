@@ -90,9 +90,10 @@ def lacks_data(cfg: Config) -> bool:
         return cfg.task != "train" and bool(needs_none) and cfg.model.weights is None
     if cfg.data.name in TEXTS:
         return lacks_text(cfg.data, cfg.task, cfg.predict_on)
-    if cfg.task != "predict" or cfg.predict_on is None or cfg.model.weights is not None or cfg.data.path is None:
-        return False
-    return cfg.data.name in (*DECODED, "mask_folder") and not Path(cfg.data.path).expanduser().exists()
+    is_use = cfg.task == "predict" and cfg.predict_on is not None and cfg.model.weights is None
+    return (
+        is_use and cfg.data.name in (*DECODED, "mask_folder") and not Path(cfg.data.path or "/").expanduser().exists()
+    )
 
 
 def tag_of_timm(name: str) -> str | None:
