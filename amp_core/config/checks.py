@@ -90,10 +90,8 @@ def lacks_data(cfg: Config) -> bool:
         return cfg.task != "train" and bool(needs_none) and cfg.model.weights is None
     if cfg.data.name in TEXTS:
         return lacks_text(cfg.data, cfg.task, cfg.predict_on)
-    is_use = cfg.task == "predict" and cfg.predict_on is not None and cfg.model.weights is None
-    return (
-        is_use and cfg.data.name in (*DECODED, "mask_folder") and not Path(cfg.data.path or "/").expanduser().exists()
-    )
+    is_use = cfg.task == "predict" and cfg.predict_on is not None and cfg.data.name in (*DECODED, "mask_folder")
+    return is_use and cfg.model.weights is None and not Path(cfg.data.path or "/").expanduser().exists()
 
 
 def tag_of_timm(name: str) -> str | None:

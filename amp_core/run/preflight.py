@@ -10,7 +10,6 @@ import torch
 
 from amp_core.config.checks import (
     DECODED,
-    TEXTS,
     check_data,
     lacks_data,
     of_detection,
