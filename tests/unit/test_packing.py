@@ -180,7 +180,7 @@ def test_a_forward_pass_that_never_waits_has_the_bits_of_transformers(kind: str,
     fields = SIZES | {"pad_token_id": None} | OWN.get(kind, {"num_key_value_heads": 2, "head_dim": 8})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **fields}))
     net, text = built(f"hf:{tmp_path}", {}), torch.cat([tokens(1), tokens(2)])
-    batch = (text, text, *[POSITIONS.expand(2, -1)] * packs)
+    batch: Any = (text, text, *[POSITIONS.expand(2, -1)] * packs)
 
     def step() -> list[Tensor]:
         net.zero_grad()
