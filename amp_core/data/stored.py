@@ -144,8 +144,8 @@ def _numbered(labels: Sequence[Any], what: str) -> tuple[NDArray[np.int64], list
     if kinds != {str}:
         number, text = (next(label for label in labels if isinstance(label, kind)) for kind in (int, str))
         raise ConfigError(
-            f"{what}: has the labels {number} and {visible(str(text))!r}; expected whole numbers below {_MOST_CLASSES:,} in "
-            f"all samples, or text"
+            f"{what}: has the labels {number} and {visible(str(text))!r}; expected whole numbers below "
+            f"{_MOST_CLASSES:,} in all samples, or text"
         )
     names = sorted(set(labels))
     numbers = {name: number for number, name in enumerate(names)}
