@@ -52,6 +52,8 @@ def protect(
     """
     require("accelerate")
     if isinstance(accelerator.scaler, GradScaler):
+        if doctor and accelerator.scaler.doctor is None:
+            _attach(accelerator, accelerator.scaler)
         return accelerator.scaler
     if (name := _STEPS_ITSELF.get(accelerator.distributed_type)) is not None:
         raise ValueError(
@@ -90,11 +92,15 @@ def protect(
 
     guarded = list(accelerator._models)
     if doctor:
-        LoopDoctor(scaler, lambda: guarded, terms=TERMS)
-        for net in guarded:
-            _watch(scaler.doctor, net)
+        _attach(accelerator, scaler)
     accelerator.prepare_model = prepare_model  # type: ignore[method-assign]
     return scaler
+
+
+def _attach(accelerator: Accelerator, scaler: GradScaler) -> None:
+    doctor = LoopDoctor(scaler, lambda: accelerator._models, terms=TERMS)
+    for net in accelerator._models:
+        _watch(doctor, net)
 
 
 def _watch(doctor: LoopDoctor | None, net: Any) -> None:

@@ -28,7 +28,7 @@ BUDGETS = {
     "program": (17_168, "config run cli data models train.py"),
     "amp_tools": (4_567, "amp_tools"),
     "scripts": (5_760, "scripts"),
-    "amp_plugins": (1_102, "amp_plugins"),
+    "amp_plugins": (1_108, "amp_plugins"),
     "amp_conformance": (2_723, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
