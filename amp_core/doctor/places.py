@@ -23,7 +23,7 @@ current_node, _sequence_number = find("torch._C._current_autograd_node"), find("
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ENGINE = (torch.autograd.__file__, torch.autograd.graph.__file__)
 _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_AROUND = ("doctor/", "lowp/", "step/amp.py", "memory/recompute.py")
+_AROUND = ("doctor/", "lowp/", "step/amp.py", "step/state.py", "memory/recompute.py")
 _AROUND += ("step/gradients.py", "layouts/fsdp.py", "layouts/stages.py", "tensors.py", "../amp_tools/")
 _NOT_SHOWN = tuple(os.path.normpath(_CORE + name) + ("" if name.endswith("py") else os.sep) for name in _AROUND)
 """Frames that do not locate an operation in a network."""

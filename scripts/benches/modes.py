@@ -62,6 +62,7 @@ SMALL = {
     "policy_gradient": ["batch_size=8"],
     "segmentation": ["data.num_samples=96", "data.image_size=32", "model.options.width=8", "model.options.depth=2"],
     "speech": ["model.options.width=16"],
+    "supervised": [],
 }
 """A step takes a few hundredths of a second. With --size full recipes keep their own settings."""
 QUIET = ["log.progress=false", "save_every=1000000", "eval_every=1000000", "recipe.length=1000 epochs"]

@@ -358,7 +358,7 @@ def test_warnings_name_settings_without_effect():
     assert "TF32" in warnings("amp=tf32", "device=cpu")
     assert "amp.growth_interval" in warnings("amp=fp16", "amp.dynamic=false", "amp.growth_interval=5")
     assert "above the cap" in warnings("amp=fp16", "amp.max_scale=1024")
-    assert "ema.warmup" in warnings("ema.warmup=false") and not warnings()
+    assert "ema.warmup" in warnings("ema.warmup=false") and not warnings("amp=fp32")
     assert "above the cap" not in warnings("amp=fp16_capped")
 
 
@@ -394,6 +394,8 @@ def test_cfg_job_prints_every_key_of_the_schema(capsys):
     )
     for key in LEAVES:
         leaf = key.rpartition(".")[2]
+        if key in ("data.target", "data.leave_out", "data.categorical", "data.window"):
+            continue  # of conf/data/table.yaml alone
         assert key.startswith("debug.inject") or re.search(rf"^\s*{leaf}:", done.stdout, re.MULTILINE), key
 
 
