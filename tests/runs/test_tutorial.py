@@ -136,6 +136,8 @@ def test_every_command_of_the_page_of_wishes_runs(tmp_path):
         for mask in (tmp_path / part / "masks").iterdir():
             Image.fromarray(np.eye(28, dtype=np.uint8) * 255).save(mask)
     (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 400)
+    rows = (f"{x},{x % 7},{2 * x}\n" for x in range(80))
+    (tmp_path / "x.csv").write_text("a,b,y\n" + "".join(rows))
     write_tokenizer(tmp_path / "smollm2")
     chat = [{"role": "user", "content": "return"}, {"role": "assistant", "content": "def f(x): return x"}]
     (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
