@@ -122,10 +122,10 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
         # Ranks fill in their rows of one table, the others' are 0: no metric depends on how batches are cut.
-        loader = env.eval_loader(env.eval_part(data.eval), 1024)
-        rows = len(env.eval_part(data.eval))
-        outputs = torch.zeros(rows, loss.num_outputs, dtype=widest(env.device), device=env.device)
-        targets = torch.zeros(rows, data.facts["num_outputs"], dtype=outputs.dtype, device=env.device)
+        part = env.eval_part(data.eval)
+        loader = env.eval_loader(part, 1024)
+        outputs = torch.zeros(len(part), loss.num_outputs, dtype=widest(env.device), device=env.device)
+        targets = torch.zeros(len(part), data.facts["num_outputs"], dtype=outputs.dtype, device=env.device)
         confusion = Confusion(env, loss.num_outputs, data.classes)
         for which, (numbers, codes, of) in zip(loader.rows, env.eval_batches(loader), strict=True):
             with amp.autocast():
@@ -212,7 +212,7 @@ class Loss:
 
     def summed(self, outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         """The sum over a batch, of outputs [B, K] and targets [B, T] as the loader gives them."""
-        weights = None if self.weights is None else self.weights.to(outputs.dtype)
+        weights = None if self.weights is None else self.weights.to(outputs)
         if self.name == "cross_entropy":
             of = targets[:, 0]
             return F.cross_entropy(outputs, of, weight=weights, label_smoothing=smoothing, reduction="sum")
@@ -225,13 +225,11 @@ class Loss:
         """By what the sum is divided, as torch does: weights of the classes that are there, or a count of targets."""
         if self.weights is None or self.name != "cross_entropy":
             return torch.tensor(float(targets.numel()), device=targets.device)
-        return self.weights[targets[:, 0]].sum()
+        return self.weights.to(targets.device)[targets[:, 0]].sum()
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """Of all predictions, float64 on the CPU."""
-        weights, self.weights = self.weights, None if self.weights is None else self.weights.cpu()
         loss = (self.summed(outputs, targets) / self.denominator(targets)).item()
-        self.weights = weights
         if self.is_classes:
             targets = targets[:, 0] if self.name == "cross_entropy" else targets
         else:
@@ -254,7 +252,7 @@ class Loss:
         return dict(zip(keys, values.T, strict=True))
 
 
-def mlp(
+def table_mlp(
     *, num_numbers: int, cardinalities: Sequence[int], num_outputs: int, width: int = 64, depth: int = 2,
     dropout: float = 0.0,
 ) -> nn.Module:  # fmt: skip
@@ -295,7 +293,7 @@ class Mlp(nn.Module):
 
 MODELS = Family(
     what="a network for tables",
-    builders={"mlp": mlp},
+    builders={"table_mlp": table_mlp},
     example={"num_numbers": 4, "cardinalities": (3,), "num_outputs": 2},
 )
 """Numbers [B, N] and codes [B, K] to [B, num_outputs]."""

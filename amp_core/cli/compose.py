@@ -45,8 +45,10 @@ from amp_core.cli.words import HYDRA
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import kind_of, why_not_yaml
 from amp_core.config.options import CONFIG_DIR, choices, conf_dir, config_dirs
+from amp_core.config.parse import fill_in
 from amp_core.config.redact import items_of, secrets_in
 from amp_core.config.rules import differences, flatten
+from amp_core.config.schema import Config
 
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """What Hydra may make: its own and installed launchers and sweepers."""
@@ -153,13 +155,14 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> tuple[Any
 def compose(overrides: Sequence[str], *, to_show: bool = False) -> dict[str, Any]:
     """The composed configuration of sound overrides as plain values. Types and ranges are not checked yet.
 
-    With `to_show` an experiment that is a sweep is as good as any. ConfigError: the first problem that Hydra finds.
+    With `to_show` an experiment that is a sweep is as good as any, and keys that files leave to their defaults are
+    there. ConfigError: the first problem that Hydra finds.
     """
     values = _composed(overrides, to_show)
     if (folder := source_of(values)) is not None:
         values = _of_run(folder, values, overrides)
         _check_values(values)
-    return values
+    return fill_in(Config, values) if to_show else values
 
 
 @_as_config_error()

@@ -120,6 +120,16 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
     return kind(**taken)
 
 
+def fill_in(kind: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of the dataclass `kind` for keys that `values` lacks, in its groups, too."""
+    for name, expected in hints_of(kind).items():
+        if name not in values and hasattr(kind, name):
+            values[name] = getattr(kind, name)
+        elif (group := group_of(expected)) is not None and isinstance(values.get(name), dict):
+            fill_in(group, values[name])
+    return values
+
+
 def _plain(value: Any) -> Any:  # what 1000.0, '5', None and 'yes' were meant for
     if isinstance(value, str) and (number := re.fullmatch(r"(\d{1,9})(k|m|\*\*)(\d{1,2})?", value.lower())):
         base, unit, power = number.groups()

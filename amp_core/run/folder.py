@@ -60,7 +60,7 @@ class RunFolder:
                 self.before = read_json(self.path / "summary.json")
 
     def check(self) -> None:
-        """Before a checkpoint is written. SaveError: the path no longer leads to the folder that this run locked."""
+        """Before a checkpoint or a sample is written. SaveError: the path leads to another folder than was locked."""
         if self.path is not None and self._lock is not None and not locks.is_of(self._lock, self.path):
             raise SaveError(
                 f"run_dir={self.path}: the folder or its .lock was moved or removed while this run wrote there. "

@@ -15,6 +15,7 @@ from amp_core.vision import import_torchvision
 def write_sample(env: Environment, name: str, data: bytes) -> None:
     """Write a file into samples/ of the run folder, on rank 0, whole or not at all (SaveError)."""
     if env.is_main and env.run_dir is not None:
+        env.folder.check()
         file = env.run_dir / "samples" / name
         with saving(file):
             file.parent.mkdir(exist_ok=True)

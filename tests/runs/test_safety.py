@@ -57,8 +57,7 @@ def test_a_folder_that_is_moved_while_a_run_writes_there_ends_it(checkpoint, mon
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoint, "save", saved_and_moved)
         assert train.main([*SMALL, *checkpoint, "run_dir=run"]) == 4
-    said = capsys.readouterr().err
-    assert "run_dir=run: the folder or its .lock was moved" in said or "cannot save run/samples/" in said
+    assert "run_dir=run: the folder or its .lock was moved" in capsys.readouterr().err
     assert not Path("run").exists()
     assert [path.name for path in checkpoints(Path("moved"))] == ["step_00000001"]
     assert train.main([*SMALL, *checkpoint, f"run_dir={os.path.abspath('moved')}"]) == 0

@@ -384,6 +384,8 @@ FAULTS = [
           "poisoned weight", phase="before", settings=BF16, tensor="weight 6.weight", fix="data"),
     Fault("a poisoned weight of one of two networks with the same names", "distillation", in_net(lambda net, mended: mended or net[6].weight[3, 2, 1, 1].fill_(NAN)),
           "poisoned weight", phase="before", settings=BF16, step=2, tensor="weight 6.weight", fix="data"),
+    Fault("a poisoned weight of a network of tables", "supervised", in_net(lambda net, mended: mended or net.layers[0].weight[0, 0].fill_(NAN)),
+          "poisoned weight", phase="before", settings=BF16, tensor="weight layers.0.weight", fix="data"),
     Fault("a poisoned buffer", "classification", in_net(lambda net, mended: net.set_submodule("14", Offset(0.0 if mended else INF))),
           "poisoned buffer", phase="before", settings=BF16, tensor="buffer 14.mean", fix="data"),
     Fault("poisoned statistics of a teacher", "distillation", in_net(lambda net, mended: mended or net[4].running_var[1].fill_(NAN), number=1),

@@ -191,5 +191,5 @@ def test_every_option_of_the_model_group_can_be_built(option: str) -> None:
         if not find_spec({"hf": "transformers"}.get(library, library)):
             pytest.skip(f"{library} is not installed")
         takers = [CLASSIFIERS if library == "timm" else LANGUAGE_MODELS]
-    assert len(takers) == 1 or values["name"] in ("own", "mlp")  # other names are unique over all families
+    assert len(takers) == 1 or values["name"] == "own"  # other names are unique over all families
     assert not [found for taker in takers for found in check_model(values["name"], values["options"], taker)]
