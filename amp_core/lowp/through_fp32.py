@@ -99,9 +99,9 @@ def note(net: nn.Module) -> str | None:
 
 def _through_fp32(kernel: Any, dtypes: set[torch.dtype]) -> Callable[..., Any]:
     def rounded(keys: Any, *args: Any, **factors: Any) -> Any:
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        dtype = tensors[0].dtype
-        if dtype not in dtypes or any(tensor.dtype is not dtype for tensor in tensors):  # mixed ones are an error
+        dtype = args[0].dtype
+        # Mixed dtypes are an error of the kernel.
+        if dtype not in dtypes or any(isinstance(each, Tensor) and each.dtype is not dtype for each in args):
             return kernel.call_boxed(keys, *args, **factors)
         wide = (value.float() if isinstance(value, Tensor) else value for value in args)
         results = kernel.call_boxed(keys, *wide, **factors)
