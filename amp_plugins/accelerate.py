@@ -7,6 +7,7 @@ scaler = protect(accelerator)
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ TERMS = Terms(
     scale="protect(accelerator, {})",
     load="accelerator.load_state(...)",
 )
+
+_NETS: weakref.WeakKeyDictionary[GradScaler, list[Any]] = weakref.WeakKeyDictionary()
+"""The guarded networks as they are called: those that Accelerate lists are without DDP around them."""
 
 
 def protect(
@@ -53,7 +57,7 @@ def protect(
     require("accelerate")
     if isinstance(accelerator.scaler, GradScaler):
         if doctor and accelerator.scaler.doctor is None:
-            _attach(accelerator, accelerator.scaler)
+            _attach(accelerator.scaler, _NETS.get(accelerator.scaler, accelerator._models))
         return accelerator.scaler
     if (name := _STEPS_ITSELF.get(accelerator.distributed_type)) is not None:
         raise ValueError(
@@ -90,16 +94,16 @@ def protect(
             _watch(scaler.doctor, made)
         return made
 
-    guarded = list(accelerator._models)
+    guarded = _NETS[scaler] = list(accelerator._models)
     if doctor:
-        _attach(accelerator, scaler)
+        _attach(scaler, guarded)
     accelerator.prepare_model = prepare_model  # type: ignore[method-assign]
     return scaler
 
 
-def _attach(accelerator: Accelerator, scaler: GradScaler) -> None:
-    doctor = LoopDoctor(scaler, lambda: accelerator._models, terms=TERMS)
-    for net in accelerator._models:
+def _attach(scaler: GradScaler, nets: list[Any]) -> None:
+    doctor = LoopDoctor(scaler, lambda: nets, terms=TERMS)
+    for net in nets:
         _watch(doctor, net)
 
 

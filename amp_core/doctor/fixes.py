@@ -226,8 +226,10 @@ class FixSearch:
                     return None
         is_far = bool(trial.steps) and (yield from self._is_far_from_fp32(trial))
         if is_far and names != [""]:  # more than this was lost to 16 bits
-            trial, fits, made = yield from self._islands_at([""], scale)
-            is_far = not trial.holds or (yield from self._is_far_from_fp32(trial))
+            whole = yield from self._islands_at([""], scale)
+            if whole[2]:  # else the network cannot be one, as where Accelerate has patched its forward
+                trial, fits, made = whole
+                is_far = not trial.holds or (yield from self._is_far_from_fp32(trial))
         if is_far or not trial.steps:
             why = "finite, but not when it is rerun: does it change its batch?"
             if may_compile():
