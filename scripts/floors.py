@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (11_462, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_093, "doctor"),
-    "program": (17_180, "config run cli data models train.py"),
+    "program": (17_176, "config run cli data models train.py"),
     "amp_tools": (4_567, "amp_tools"),
     "scripts": (5_761, "scripts"),
     "amp_plugins": (1_112, "amp_plugins"),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import codecs
 import csv
+import itertools
 import math
 import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def _csv(path: Path) -> Rows:
         except StopIteration:
             raise ConfigError(f"{path}: is empty; expected a line of names of columns, then a line per row") from None
         lines.separator = max(",;\t|", key=re.sub('"[^"]*"', "", head).count)
-        rows = csv.reader(_chain(head, lines), delimiter=lines.separator, skipinitialspace=True, strict=True)
+        rows = csv.reader(itertools.chain([head], lines), delimiter=lines.separator, skipinitialspace=True, strict=True)
         try:
             names = [name.strip() for name in next(rows)]
             if all(_number(name) is not None for name in names):
@@ -178,11 +179,6 @@ def _csv(path: Path) -> Rows:
         except csv.Error as problem:
             raise ConfigError(f"{path}, line {rows.line_num}: {problem}; is a quote not closed?") from problem
     yield
-
-
-def _chain(head: str, rest: Iterator[str]) -> Iterator[str]:
-    yield head
-    yield from rest
 
 
 class _Lines:
