@@ -237,7 +237,7 @@ def _check_run(cfg: Config) -> Iterator[str]:
         yield f"ema.decay={cfg.ema.decay:g}: expected at least 0 and below 1, or null to switch it off"
     if (cfg.optimizer.name == "AdamW8bit" or "." in (cfg.optimizer.name or "")) and cfg.layout.shard_optimizer:
         yield f"optimizer.name={cfg.optimizer.name}: has no slices for layout.shard_optimizer=true; use one of them"
-    if cfg.optimizer.name.startswith("schedulefree.") and cfg.amp.update is not None:
+    if (cfg.optimizer.name or "").startswith("schedulefree.") and cfg.amp.update is not None:
         yield (
             f"optimizer.name={cfg.optimizer.name}: evaluates at an average that 16-bit weights do not follow; use "
             f"amp=bf16 instead of amp={cfg.amp.name}"
