@@ -149,8 +149,6 @@ def _shard(file: Path) -> Shard:
         raise ValueError(
             f"{file} has {size:,} bytes, no multiple of the {dtype.itemsize} of {dtype.name}; copy it again"
         )
-    if about is None:
-        return Shard(file, dtype.str, size // dtype.itemsize)
     return Shard(file, dtype.str, size // dtype.itemsize, ends=_ends(file, size // dtype.itemsize))
 
 
@@ -186,9 +184,10 @@ def _dtype_of(file: Path) -> str:
 def _megatron(file: Path, size: int) -> Shard:
     index = file.with_suffix(".idx")
     head = index.read_bytes()
-    magic, version, code, num_sizes, num_ends = struct.unpack_from("<9sQBQQ", head)
-    if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES:
-        raise ValueError(f"{index} does not begin as Megatron's index of version 1 and whole numbers; copy it again")
+    magic, version, code, num_sizes, num_ends = struct.unpack_from("<9sQBQQ", head.ljust(34, b"\0"))
+    is_whole = len(head) >= 34 + 12 * num_sizes + 8 * num_ends
+    if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES or not is_whole:
+        raise ValueError(f"{index} is not a whole index of Megatron, version 1, of whole numbers; copy it again")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     sizes = np.frombuffer(head, "<i4", num_sizes, 34)
     pointers = np.frombuffer(head, "<i8", num_sizes, 34 + 4 * num_sizes)

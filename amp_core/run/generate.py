@@ -144,13 +144,14 @@ def _choose(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
 def answers(loop: Any, net: nn.Module, file: str) -> Iterator[tuple[int, str, bool]]:
     """(index, line, True) for the lines {"prompt": "def "} or {"messages": [...]} of a file; each rank its share.
 
-    A line without either gets an `error`. ConfigError: the run is not one of text.
+    A line without either gets an `error`. ConfigError: the file is empty, or the run not one of text.
     """
     cfg, env, tokenizer = loop.cfg, loop.env, loop.data.tokenizer
     if KINDS.get(cfg.data.name) not in ("text", "tokens", "chat") or tokenizer is None:
         how = "use data.tokenizer=<its folder>" if cfg.data.name == "tokens" else "expected a folder of images"
         raise ConfigError(f"predict_on={file}: data={cfg.data.name} has no tokenizer; {how}")
-    found = _prompts(Path(file), tokenizer)
+    if not (found := _prompts(Path(file), tokenizer)):
+        raise ConfigError(f'predict_on={file}: is empty; expected a line {{"prompt": "def "}} or {{"messages": [...]}}')
     texts = [each.text for each in found]
     both = zip(found, tokenizer.encode(texts), tokenizer.encode(texts, special=True), strict=True)
     ids = [plain if each.messages is None else chat for each, plain, chat in both]

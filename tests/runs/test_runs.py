@@ -340,10 +340,12 @@ DOCUMENTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", DOCUMENTS)
-def test_documents_and_chats_move_to_another_number_of_ranks(kind, layout, monkeypatch):
-    """Two micro-batches or two ranks: gradients are the same sum of two numbers, so that ddp has the same bits.
+@pytest.mark.parametrize(
+    "kind, layout, clip",
+    [*((kind, *how) for kind in DOCUMENTS for how in (("ddp", "norm"), ("fsdp", "none"))), ("packed", "fsdp", "norm")],
+)
+def test_documents_and_chats_move_to_another_number_of_ranks(kind, layout, clip, monkeypatch):
+    """Two micro-batches or two ranks: gradients are the same sum of two numbers, so that weights have the same bits.
 
     A global norm of shards is a sum in another order, of at most 2^15 numbers: it is off by 2^15 units at most, and a
     step with it by as much of a weight's path, which is 6 steps of 0.003; eps keeps Adam from dividing by roundings.
@@ -354,8 +356,8 @@ def test_documents_and_chats_move_to_another_number_of_ranks(kind, layout, monke
             pytest.importorskip(package, reason="needs the extra text")
         monkeypatch.setenv("XDG_CACHE_HOME", str(Path("cache").absolute()))
         settings = chat_settings(Path().absolute())
-    settings = [*settings, "amp=fp32", "schedule.horizon=6", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9"]
-    settings += ["optimizer.options.eps=1e-2", "optimizer.lr=0.003"]
+    settings = [*settings, "amp=fp32", "schedule.horizon=6", f"clip={clip}", "ema.decay=0.9"]
+    settings += ["optimizer.options.eps=1e-2", "optimizer.lr=0.003"] + ["clip.max_norm=0.5"] * (clip == "norm")
     one, two = ["accumulation=2"], ["accumulation=1"]
     run_recipe(recipe, "whole", "steps=6", *one, *settings)
     run_recipe(recipe, "onward", "steps=3", *one, *settings)
@@ -367,7 +369,7 @@ def test_documents_and_chats_move_to_another_number_of_ranks(kind, layout, monke
         found = state(folder)
         whole, moved = (each["progress"] for each in (expected, found))
         assert [whole[key] for key in ("step", "samples")] == [moved[key] for key in ("step", "samples")]
-        if layout == "ddp":
+        if (layout, clip) != ("fsdp", "norm"):
             assert not differing(
                 *({key: each[key] for key in each.keys() - {"config", "progress"}} for each in (expected, found))
             )

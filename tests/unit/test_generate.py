@@ -90,7 +90,7 @@ def test_tokens_are_sampled_as_often_as_the_softmax_says():
     assert ((share - logits.exp()).abs() < 5 * (0.25 / num) ** 0.5).all()  # five standard deviations
 
 
-def test_prompts_in_a_file_get_texts_and_bad_lines_an_error():
+def test_prompts_in_a_file_get_texts_and_bad_lines_an_error(capsys):
     run("language_model", "a", "steps=2")
     bad = ['{"prompt": 3}', "[]", "{", '{"prompt": ""}', '{"messages": [{"role": "user", "content": "no template"}]}']
     Path("p.jsonl").write_text("\n".join(['{"prompt": "import "}', *bad, '{"prompt": "def é"}']))
@@ -101,6 +101,9 @@ def test_prompts_in_a_file_get_texts_and_bad_lines_an_error():
     assert found[0] == found[1] and [line["index"] for line in found[0]] == list(range(7))
     assert [line["index"] for line in found[0] if "error" in line] == [1, 2, 3, 4, 5]
     assert found[0][6]["prompt"] == "def é" and found[0][6]["num_tokens"] == 4 and summary("a")["status"] == "finished"
+    Path("p.jsonl").write_text("")
+    assert train.main(["task=predict", "run_dir=a", "predict_on=p.jsonl", "device=cpu"]) == 2
+    assert "predict_on=p.jsonl: is empty; expected a line" in capsys.readouterr().err
 
 
 def test_prompts_for_a_network_of_images_are_refused(capsys):
