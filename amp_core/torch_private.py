@@ -113,6 +113,11 @@ _ROWS = (
     # 16 and 8 bits.
     ("torch._scaled_mm", "float8 products", "emulated"),
     (
+        "torch.Tensor._make_wrapper_subclass",
+        "shards that are held in 16 bits",
+        "layout=fsdp refuses other amp.update than master",
+    ),
+    (
         "torch.ops.mkldnn._is_mkldnn_bf16_supported torch.ops.mkldnn._is_mkldnn_fp16_supported",
         "whether a CPU has 16-bit units",
         "taken to have them, without a warning",

@@ -108,6 +108,8 @@ def show_policies(steps: int = 20_000) -> None:
         print(f"| {name} | {skipped * per:.1f} | {passes * per:.1f} | {lost / steps:.2f} |")
 
 
+UPDATES = ("master", "kahan", "remainder", "nearest")
+MODES = [*choices("amp"), *(f"bf16_pure amp.update={update}" for update in UPDATES)]
 LAYOUTS = ("single", "ddp", "fsdp", "hsdp", "data_parallel", "model_parallel")
 
 
@@ -115,7 +117,7 @@ def layouts() -> str:
     """The table of modes and layouts: yes, or the reason why a configuration is refused."""
     lines = ["| mode | " + " | ".join(LAYOUTS) + " |", "| --- |" + " --- |" * len(LAYOUTS)]
     extra = {"hsdp": ["layout.shard_size=2"], "model_parallel": ["layout.num_stages=2"]}
-    for mode in [*choices("amp"), "bf16_pure amp.update=kahan", "bf16_pure amp.update=remainder"]:
+    for mode in MODES:
         cells = []
         for layout in LAYOUTS:
             values = compose([f"layout={layout}", *f"amp={mode}".split(), *extra.get(layout, [])])

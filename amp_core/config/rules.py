@@ -201,11 +201,6 @@ def _check_layout(cfg: Config) -> Iterator[str]:
 def _check_sharded(cfg: Config) -> Iterator[str]:
     """What needs whole weights on each rank."""
     layout = f"layout={cfg.layout.name}"
-    if cfg.amp.update not in (None, "master"):
-        yield (
-            f"amp.update={cfg.amp.update}: 16-bit weights are sharded as fp32 masters alone; use amp.update=master, or "
-            f"layout=ddp"
-        )
     if cfg.perf.channels_last:
         yield f"perf.channels_last=true: {layout} shards weights in their default memory format only"
     if cfg.doctor.statistics_every is not None:

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from amp_core.config.errors import ConfigError
+from amp_core.layouts.low_shards import hold_low
 from amp_core.lowp.islands import island_names
 from amp_core.lowp.lint import CONVOLUTIONS
-from amp_core.lowp.weights import low_weights
+from amp_core.lowp.weights import Update, low_weights
 from amp_core.tensors import Plan, blocks, copy_with, plans, tensors_of
 from amp_core.torch_private import find
 
@@ -55,7 +56,7 @@ def build_mesh(device: torch.device, world_size: int, shard_size: int | None = N
 
 
 def wrap_fsdp(
-    net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None, *, masters: bool = False
+    net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None, *, update: Update | None = None
 ) -> nn.Module:
     """Shard the weights of `net` over the ranks of `mesh`, in place, by `fully_shard`. Gradients are *summed*.
 
@@ -70,8 +71,8 @@ def wrap_fsdp(
             weights move to the device block by block, and become DTensors. Names stay, and `isinstance`.
         mesh: from `build_mesh`.
         dtype: the autocast dtype of training, or None without autocast. Forward passes must then run inside autocast.
-        masters: the shards are fp32 masters of weights that are 16-bit (`dtype`) where they are gathered, after
-            `Amp.prepare(net, gathers=True)`; without autocast.
+        update: weights are 16-bit (`dtype`) where they are gathered, after `Amp.prepare(net, gathers=True)`; without
+            autocast. Shards are fp32 masters, or for other updates than "master" `LowShards`.
 
     Raises:
         ConfigError: torch cannot shard a weight of it, such as one without dimensions, or its gradient is sparse.
@@ -81,7 +82,10 @@ def wrap_fsdp(
             raise ConfigError(f"layout: {name}: sparse gradients cannot be sharded; use sparse=False, or layout=ddp")
     for tensor in tensors_of(net):
         dist.broadcast(tensor.detach(), 0)
-    return _shard(net, mesh, dtype, masters)
+    if update not in (None, "master"):
+        assert dtype is not None
+        hold_low(net, dtype, update)
+    return _shard(net, mesh, dtype, masters=update is not None)
 
 
 def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, masters: bool = False) -> nn.Module:

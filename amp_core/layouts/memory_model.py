@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from amp_core.config.schema import SHARDED, AmpConfig
 from amp_core.layouts.fsdp import cast_whole
+from amp_core.layouts.low_shards import shard_of
 from amp_core.layouts.zero import bucket_size, is_shared
 from amp_core.lowp.weights import is_low, low_weights, master_params
 from amp_core.memory.recast import Recast, cast_weight
@@ -99,7 +100,7 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
     shape_of = plans[net].outline if is_sharded(net) else net
     casts = amp.dtype != "float32"
     whole = {p for module in cast_whole(shape_of) for p in module.parameters()} if casts else set()
-    if amp.update == "master" and is_sharded(net):  # masters that are gathered in 16 bits
+    if amp.update is not None and is_sharded(net):  # gathered in 16 bits
         whole = set(low_weights(shape_of))
     group_of = {p: number for number, block in enumerate(blocks(shape_of), 1) for p in block.parameters()}
     found = []
@@ -108,7 +109,7 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
         found.append(
             Weight(
                 shape=tuple(param.shape),
-                low=is_low(live) or live.dtype in (torch.float16, torch.bfloat16),
+                low=is_low(live) or shard_of(live) is not None or live.dtype in (torch.float16, torch.bfloat16),
                 itemsize=live.element_size(),
                 cast=param in whole and live.is_floating_point(),
                 group=2 * group_of.get(param, 0) + (param in whole),
@@ -135,7 +136,7 @@ def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) 
     blocks: dict[int, int] = {}
     for weight in weights:
         if weight.parts > 1:
-            size = LOW if weight.cast else FP32
+            size = LOW if weight.cast or weight.low else FP32
             blocks[weight.group // 2] = blocks.get(weight.group // 2, 0) + weight.numel * size
     return Memory(
         weights=sum((LOW + side if weight.low else weight.itemsize) * weight.part for weight in weights),
@@ -200,7 +201,7 @@ def traffic(
         parts = cut[0].parts
         groups = len({weight.group for weight in cut})
         # Each group once before the forward and once before the backward pass of each micro-batch, rows padded.
-        once = sum(weight.part * parts * (LOW if weight.cast else FP32) for weight in cut)
+        once = sum(weight.part * parts * (LOW if weight.cast or weight.low else FP32) for weight in cut)
         found.append(Collective("all_gather", parts, 2 * accumulation * once, 2 * accumulation * groups))
         # Gradients are summed in fp32, whatever is gathered for the forward pass, and once per window.
         whole = FP32 * sum(weight.part * parts for weight in cut)

@@ -20,7 +20,7 @@ def prepare(
 ) -> LowPrecisionWeights | None:
     """Float8 layers and 16-bit weights in place, as `Amp.prepare`; returns the latter. `low`: dtype of activations.
 
-    `gathers`: a sharded layout will hold fp32 masters and gather them in 16 bits.
+    `gathers`: a sharded layout will hold the weights, and gather them in 16 bits.
     """
     mode = f"amp={config.name}"
     if config.update is None and (problem := lint.trained_in_16_bits(net)):
@@ -37,6 +37,6 @@ def prepare(
         from amp_core.lowp.products import use_mode
 
         use_mode(net, config)
-    if gathers and config.update == "master":
+    if gathers and config.update is not None:
         return compute_in(net, low, low_weights(net))
     return None if config.update is None else LowPrecisionWeights(net, low, config.update)

@@ -51,13 +51,14 @@ def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:
     return torch.where(value.isnan(), value, bits.view(torch.float32)).to(torch.bfloat16)
 
 
-def noise_16bit(count: int, step: Tensor) -> Tensor:
-    """[count] int32 from 0 to 65535, a function of `step` (0-d int64) and the position only, in integer arithmetic.
+def noise_16bit(count: int, step: Tensor, start: int = 0) -> Tensor:
+    """[count] int32 from 0 to 65535, a function of `step` (0-d int64) and the position only, from `start` on.
 
     The same on all devices and ranks, without a generator state to save. Mixes bits as lowbias32 of
     https://github.com/skeeto/hash-prospector does (public domain).
     """
-    places = torch.arange(count, dtype=torch.int32, device=step.device)
+    first = (start + (1 << 31)) % (1 << 32) - (1 << 31)  # as int32, whose sums are those modulo 2^32
+    places = torch.arange(count, dtype=torch.int32, device=step.device).add_(first)
     # A hash of the step: with the step itself the next noise would be this one shifted by one position.
     return _mix(places.add_(_mix(step.to(torch.int32, copy=True)))).bitwise_and_(0xFFFF)
 

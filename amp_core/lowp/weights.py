@@ -67,9 +67,7 @@ class _Fp32:
             self._take_changes(low)
         if self.keeps:
             return self.master.detach()
-        if self.rest is None:
-            return low.detach().float()
-        return whole(low.detach(), self.rest) if self.rest.dtype is torch.int16 else low.detach().float() + self.rest
+        return join(low.detach(), self.rest)
 
     @torch.no_grad()
     def _take_changes(self, low: Tensor) -> None:
@@ -88,15 +86,25 @@ class _Fp32:
         """Store `value`, and return the 16-bit weight."""
         if self.keeps:
             self.master.copy_(value)
-        elif self.rest is not None and self.rest.dtype is torch.int16:
-            low, rest = halve(value.to(self.rest.device, torch.float32))
-            self.rest.copy_(rest)
-            return low
-        elif self.rest is not None:
-            # bfloat16 has 8 significant bits, so two of them hold about 16 of the 24 of fp32.
-            value, rest = split(value.to(self.rest.device, torch.float32), dtype)
-            self.rest.copy_(rest)
+        return part(value, dtype, self.rest)
+
+
+def join(low: Tensor, rest: Tensor | None) -> Tensor:
+    """The fp32 value of a 16-bit tensor and its rest, as `part` made them."""
+    if rest is None:
+        return low.float()
+    return whole(low, rest) if rest.dtype is torch.int16 else low.float() + rest
+
+
+def part(value: Tensor, dtype: torch.dtype, rest: Tensor | None) -> Tensor:
+    """The 16-bit tensor for `value`; `rest` gets what it lacks: the lower bits (int16), or a second number."""
+    if rest is None:
         return value.to(dtype)
+    value = value.to(rest.device, torch.float32)
+    # bfloat16 has 8 significant bits, so two of them hold about 16 of the 24 of fp32.
+    low, lacking = halve(value) if rest.dtype is torch.int16 else split(value, dtype)
+    rest.copy_(lacking)
+    return low
 
 
 _sides = WeakTensorKeyDictionary()

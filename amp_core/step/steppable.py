@@ -77,14 +77,15 @@ def require_fits_mode(optimizer: torch.optim.Optimizer, config: AmpConfig, *, ha
 
     `has_weights`: `amp.prepare` has made 16-bit weights.
     """
-    if config.update is not None and not has_weights and not any(map(is_dtensor, weights_of(optimizer))):
+    in_parts = any(map(is_dtensor, weights_of(optimizer)))
+    if config.update is not None and not has_weights and not in_parts:
         raise RuntimeError(
             f"amp={config.name}: no network has {config.weights} weights, so this would train in fp32; call "
             f"amp.prepare(net) before the optimizer is built"
         )
     if has_weights and any(map(is_low, weights_of(optimizer))):
         raise TypeError("the optimizer holds 16-bit weights, which get no gradients; build it on master_params(net)")
-    if has_weights and config.update != "master":
+    if has_weights and config.update != "master" and not in_parts:  # shards have values between steps, too
         require_no_copies(optimizer, config.name)
 
 

@@ -136,8 +136,6 @@ PAIRS = {
     "layout.compress=bf16: has no effect with amp=o2": ["layout=ddp", "amp=o2", "layout.compress=bf16"],
     "layout.static_graph=true: has no effect with amp": ["layout=ddp", "amp=bf16_pure", "layout.static_graph=true"],
     "layout.static_graph=true: recipe=gan": ["recipe=gan", "layout=ddp", "layout.static_graph=true"],
-    "amp.update=nearest: 16-bit weights are sharded as": ["layout=fsdp", "amp=o3"],
-    "amp.update=stochastic: 16-bit weights are": [*HSDP, "amp=bf16_pure"],
     "amp.hadamard=true: has no effect with amp.format=mxfp8; it is for nvfp4": ["amp=mxfp8", "amp.hadamard=true"],
     "amp.granularity=row: has no effect in amp=bf16": ["amp.granularity=row"],
     "amp.granularity=null: amp.format=fp8 needs a value": ["amp=fp8", "amp.granularity=null"],

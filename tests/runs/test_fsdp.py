@@ -27,6 +27,7 @@ from amp_core.checkpoints.parts import gather_full_state
 from amp_core.config.errors import ConfigError
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
+from amp_core.layouts.low_shards import LowShards
 from amp_core.lowp.products import is_converted
 from amp_core.lowp.weights import master_params
 from amp_core.models.gpt import GPT
@@ -46,9 +47,11 @@ def lay_out(net: nn.Module, layout: str, amp: Amp) -> nn.Module:
         return net if amp.weights else wrap_ddp(net, CPU)
     if layout in ("fsdp", "hsdp"):
         mesh = build_mesh(CPU, dist.get_world_size(), 2 if layout == "hsdp" else None)
-        masters = amp.config.update is not None
-        dtype = getattr(torch, amp.config.weights if masters else amp.config.dtype)
-        return wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, masters=masters)
+        update = amp.config.update
+        dtype = getattr(torch, amp.config.dtype if update is None else amp.config.weights)
+        net = wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, update=update)
+        if update not in (None, "master"):
+            amp.weights.append(LowShards(net, update))
     return net
 
 
@@ -175,24 +178,6 @@ def test_products_below_16_bits_are_of_whole_weights_gathered_in_fp32(on_ranks: 
     assert same(on_ranks(in_formats, "ddp"), on_ranks(in_formats, "fsdp"))
 
 
-def with_masters(rank: int, layout: str) -> list[Any]:
-    found = []
-    for mode, fields in (("o2", {}), ("bf16_pure", {"update": "master"})):
-        training = Training(layout, mode, fields=fields)
-        windows = [training.window()[0::2] for _ in range(3)]
-        values = training.values()
-        found.append([windows, values["model"], values["ema"]])
-        if layout == "fsdp":
-            assert all(p.dtype is torch.float32 for p in training.net.parameters())  # masters
-    return found
-
-
-def test_sharded_masters_of_16_bit_weights_take_the_steps_of_replicas_bit_for_bit(on_ranks: OnRanks) -> None:
-    both = [on_ranks(with_masters, layout)[0] for layout in ("ddp", "fsdp")]
-    for ours, theirs in zip(*both, strict=True):
-        assert ours[0] == theirs[0] and same(ours[1], theirs[1]) and same(ours[2], theirs[2])
-
-
 class Uneven(nn.Module):
     """A language model with a weight of 3 numbers: on 4 ranks the last has none. 31 rows are 8, 8, 8 and 7."""
 
@@ -209,7 +194,8 @@ def uneven(rank: int, layout: str) -> list[Any]:
     for mode in ("fp8", "mxfp8", "nvfp4"):
         training = Training(layout, mode, net=Uneven())
         if layout == "fsdp":
-            assert local([training.net.few])[0].numel() == (0 if rank == 3 else 1)
+            few: Any = training.net.few
+            assert local([few])[0].numel() == (0 if rank == 3 else 1)
         found.append([training.window(), training.values()["model"]])
     return found
 
