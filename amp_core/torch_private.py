@@ -112,6 +112,7 @@ _ROWS = (
     ("torch._subclasses.fake_tensor.FakeTensorMode", "what CUDA casts, without a GPU", "no table of operators"),
     # 16 and 8 bits.
     ("torch._scaled_mm", "float8 products", "emulated"),
+    ("torch.ops.aten._unsafe_view", "outputs that are no views, of which fully_shard warns", "copies of them"),
     (
         "torch.Tensor._make_wrapper_subclass",
         "shards that are held in 16 bits",

@@ -176,6 +176,8 @@ def _check_layout(cfg: Config) -> Iterator[str]:
             )
     if layout.name in SHARDED:
         yield from _check_sharded(cfg)
+    elif layout.gather_dtype is not None:
+        yield f"layout.gather_dtype={layout.gather_dtype}: has no effect with layout={layout.name}; use layout=fsdp"
     if layout.name in ONE_PROCESS:
         for key, default in (("nproc_per_node", None), ("nnodes", 1), ("rdzv_endpoint", None), ("rdzv_id", None)):
             value = getattr(layout, key)
@@ -201,6 +203,11 @@ def _check_layout(cfg: Config) -> Iterator[str]:
 def _check_sharded(cfg: Config) -> Iterator[str]:
     """What needs whole weights on each rank."""
     layout = f"layout={cfg.layout.name}"
+    key, amp = f"layout.gather_dtype={cfg.layout.gather_dtype}", cfg.amp
+    if cfg.layout.gather_dtype is not None and amp.format is None:
+        yield f"{key}: has no effect in amp={amp.name}, which gathers what it computes in; it is for fp8, mxfp8, nvfp4"
+    elif cfg.layout.gather_dtype == "float8_e4m3fn" and (amp.format, amp.granularity) != ("fp8", "tensor"):
+        yield f"{key}: has one scale per tensor; use amp=fp8 amp.granularity=tensor, or layout.gather_dtype=bfloat16"
     if cfg.perf.channels_last:
         yield f"perf.channels_last=true: {layout} shards weights in their default memory format only"
     if cfg.doctor.statistics_every is not None:

@@ -108,6 +108,8 @@ class LayoutConfig:
     """model_parallel: devices over which each process splits the network: consecutive GPUs, or the CPU for all."""
     shard_size: int | None
     """hsdp: consecutive ranks that shard one replica; a divisor of the number of ranks, such as GPUs per machine."""
+    gather_dtype: Literal["bfloat16", "float8_e4m3fn"] | None
+    """fsdp, hsdp: how layers of an amp.format gather their weights; null: in fp32, with the bits of ddp."""
     static_graph: bool
     """ddp: promise that each window uses the same weights, equally often; DDP then does not search the graph."""
     bucket_mb: float | None

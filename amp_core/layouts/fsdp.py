@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 from amp_core.config.errors import ConfigError
-from amp_core.layouts.low_shards import hold_low
+from amp_core.layouts.low_shards import hold_low, send_float8
 from amp_core.lowp.islands import island_names
 from amp_core.lowp.lint import CONVOLUTIONS
+from amp_core.lowp.products import LowLinear
 from amp_core.lowp.weights import Update, low_weights
 from amp_core.tensors import Plan, blocks, copy_with, plans, tensors_of
 from amp_core.torch_private import find
@@ -56,7 +57,12 @@ def build_mesh(device: torch.device, world_size: int, shard_size: int | None = N
 
 
 def wrap_fsdp(
-    net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None, *, update: Update | None = None
+    net: nn.Module,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
+    *,
+    update: Update | None = None,
+    gather: torch.dtype | None = None,
 ) -> nn.Module:
     """Shard the weights of `net` over the ranks of `mesh`, in place, by `fully_shard`. Gradients are *summed*.
 
@@ -73,6 +79,8 @@ def wrap_fsdp(
         dtype: the autocast dtype of training, or None without autocast. Forward passes must then run inside autocast.
         update: weights are 16-bit (`dtype`) where they are gathered, after `Amp.prepare(net, gathers=True)`; without
             autocast. Shards are fp32 masters, or for other updates than "master" `LowShards`.
+        gather: how layers of a format below 16 bits gather their weights: in bfloat16 (`dtype`), which adds an error of
+            at most 2^-8 of a weight, or in float8_e4m3fn, the codes of `amp=fp8`. None: in fp32.
 
     Raises:
         ConfigError: torch cannot shard a weight of it, such as one without dimensions, or its gradient is sparse.
@@ -84,22 +92,28 @@ def wrap_fsdp(
         dist.broadcast(tensor.detach(), 0)
     if update not in (None, "master"):
         assert dtype is not None
-        hold_low(net, dtype, update)
-    return _shard(net, mesh, dtype, masters=update is not None)
+        hold_low(net, dtype, update, mesh.device_type)
+    lows = [] if gather is None else [module for module in net.modules() if isinstance(module, LowLinear)]
+    if gather is torch.float8_e4m3fn:
+        send_float8(lows, mesh.device_type)
+    return _shard(net, mesh, dtype, masters=update is not None, also=gather is torch.bfloat16)
 
 
-def _shard(net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, masters: bool = False) -> nn.Module:
+def _shard(
+    net: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None, masters: bool = False, also: bool = False
+) -> nn.Module:
+    """`also`: layers of formats below 16 bits gather in `dtype`."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     # Without memory: full shapes and copies of a sharded network (`sharded_copy`) start from it.
     on_meta = copy_with(net, {tensor: torch.empty_like(tensor, device="meta") for tensor in tensors_of(net)})
-    plan = Plan(on_meta, dtype, functools.partial(_shard, mesh=mesh, dtype=dtype, masters=masters))
+    plan = Plan(on_meta, dtype, functools.partial(_shard, mesh=mesh, dtype=dtype, masters=masters, also=also))
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     low = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # Also the root, which torch would keep gathered after a forward pass: no backward pass follows an evaluation, and
     # its gathered weights would miss later steps, EMA updates and checkpoints.
     shard = functools.partial(fully_shard, mesh=mesh, reshard_after_forward=True)
-    in_16bit = {} if dtype is None else _low_whole(net) if masters else cast_whole(net)
+    in_16bit = {} if dtype is None else _low_whole(net) if masters else cast_whole(net, also=also)
     for module, name in in_16bit.items() if not masters else ():
         module.register_forward_pre_hook(functools.partial(_require_autocast, dtype, name))
     try:
@@ -141,15 +155,15 @@ def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
                 module.reshard()
 
 
-def cast_whole(net: nn.Module) -> dict[nn.Module, str]:
-    """The modules, by name, of which autocast casts every weight."""
+def cast_whole(net: nn.Module, *, also: bool = False) -> dict[nn.Module, str]:
+    """The modules, by name, of which autocast casts every weight; `also` those of formats below 16 bits."""
     islands = [net.get_submodule(name) for name in island_names(net)]
     in_islands = {module for island in islands for module in island.modules()}
     named = [
         (name, module)
         for name, module in net.named_modules()
         # Exactly this class: a subclass may use its weights in operations that autocast does not cast.
-        if type(module) in _CAST_WHOLE and module not in in_islands
+        if (type(module) in _CAST_WHOLE or (also and isinstance(module, LowLinear))) and module not in in_islands
     ]
     found = {module: name for name, module in named}
     elsewhere = {p for module in net.modules() if module not in found for p in module.parameters(recurse=False)}

@@ -14,8 +14,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from amp_core.lowp.formats import E4M3
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
 from amp_core.lowp.weights import LowPrecisionWeights, Update, join, low_weights, part
 from amp_core.tensors import is_dtensor, is_sharded, local, split_dimension
@@ -91,19 +93,42 @@ class LowShard(Tensor):
         """The same part of the weight and of its rest."""
         low, rest = view(self.low), None if self.rest is None else view(self.rest)
         if isinstance(low, Tensor):
-            return LowShard(low, rest, self.high if is_view and low.shape == self.low.shape else None)
-        return [LowShard(*both) for both in zip(low, rest or [None] * len(low), strict=True)]
+            return type(self)(low, rest, self.high if is_view and low.shape == self.low.shape else None)
+        return [type(self)(*both) for both in zip(low, rest or [None] * len(low), strict=True)]
 
     def fsdp_pre_all_gather(self, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any) -> Any:
         """What this rank sends: its rows, and rows of zeros where others have one more."""
-        rows = -(-size[0] // mesh.size())
-        missing = rows - len(self.low)
-        padded = torch.cat([self.low, self.low.new_zeros(missing, *size[1:])]) if missing else self.low
-        return (padded,), None
+        return (_padded(self.low, size, mesh),), None
 
     def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
         """The weight in 16 bits, in the memory where it was gathered."""
         return None if out is not None else (gathered[0], ())
+
+
+class Float8Shard(LowShard):
+    """A shard in fp32 that is gathered in E4M3 by the scale of the whole weight: a byte a number in place of 4.
+
+    The codes are those that `amp=fp8` makes of the whole weight, which so multiplies the same numbers. It computes the
+    scale once more from what was gathered, which may be off by its last digit, 2^-23 of it.
+    """
+
+    def fsdp_pre_all_gather(self, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any) -> Any:
+        """What this rank sends. Collective: the largest number of all ranks."""
+        peak = torch.linalg.vector_norm(self.low, torch.inf) if self.low.numel() else self.low.new_zeros(())
+        dist.all_reduce(peak, dist.ReduceOp.MAX, group=mesh.get_group())
+        scale = peak.clamp(min=1e-30) / E4M3.largest  # as in `quantise`
+        values = (self.low / scale).clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
+        return (_padded(values.view(torch.uint8), size, mesh),), scale
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        """The weight in fp32, in memory of its own."""
+        whole = gathered[0].view(torch.float8_e4m3fn).float() * metadata
+        return (whole, (whole,)) if out is None else out.data.copy_(whole[: len(out)])
+
+
+def _padded(rows: Tensor, size: torch.Size, mesh: Any) -> Tensor:
+    missing = -(-size[0] // mesh.size()) - len(rows)
+    return torch.cat([rows, rows.new_zeros(missing, *size[1:])]) if missing else rows
 
 
 def _plain(value: Any, found: list[tuple[LowShard, Tensor]]) -> Any:
@@ -118,10 +143,22 @@ def _plain(value: Any, found: list[tuple[LowShard, Tensor]]) -> Any:
     return {key: _plain(each, found) for key, each in value.items()} if isinstance(value, dict) else value
 
 
-def hold_low(net: nn.Module, dtype: torch.dtype, update: Update) -> None:
-    """Replace the weights of an unsharded network that the mode holds in 16 bits, in place, before it is sharded."""
+def hold_low(net: nn.Module, dtype: torch.dtype, update: Update, device: str) -> None:
+    """Replace the weights of an unsharded network that the mode holds in 16 bits, before it is sharded on `device`."""
     need(f"amp.update={update} with sharded weights", "torch.Tensor._make_wrapper_subclass")
-    lows = {p: nn.Parameter(LowShard.of(p.detach(), dtype, update), p.requires_grad) for p in low_weights(net)}
+    values = {p: LowShard.of(p.detach().to(device), dtype, update) for p in low_weights(net)}
+    _replace(net, {p: nn.Parameter(value, p.requires_grad) for p, value in values.items()})
+
+
+def send_float8(layers: Iterable[nn.Module], device: str) -> None:
+    """Make linear layers gather their weights in E4M3, before they are sharded on `device`."""
+    need("layout.gather_dtype=float8_e4m3fn", "torch.Tensor._make_wrapper_subclass")
+    for layer in layers:
+        weight: Any = layer.weight
+        _replace(layer, {weight: nn.Parameter(Float8Shard(weight.detach().to(device)), weight.requires_grad)})
+
+
+def _replace(net: nn.Module, lows: dict[nn.Parameter, nn.Parameter]) -> None:
     for module in net.modules():
         held = {name: p for name, p in module.named_parameters(recurse=False, remove_duplicate=False) if p in lows}
         for name, p in held.items():
@@ -140,6 +177,12 @@ def shard_of(param: Any) -> LowShard | None:
     """What this rank holds of a weight in 16 bits; None: it is held in another way."""
     (mine,) = local([param])
     return mine if isinstance(mine, LowShard) else None
+
+
+def is_held_low(param: Any) -> bool:
+    """Whether this rank holds a weight in 16 bits."""
+    shard = shard_of(param)
+    return shard is not None and shard.low.dtype is not torch.float32
 
 
 class LowShards(LowPrecisionWeights):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from amp_core.config.schema import SHARDED, AmpConfig
 from amp_core.layouts.fsdp import cast_whole
-from amp_core.layouts.low_shards import shard_of
+from amp_core.layouts.low_shards import is_held_low
 from amp_core.layouts.zero import bucket_size, is_shared
 from amp_core.lowp.weights import is_low, low_weights, master_params
 from amp_core.memory.recast import Recast, cast_weight
@@ -109,7 +109,7 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
         found.append(
             Weight(
                 shape=tuple(param.shape),
-                low=is_low(live) or shard_of(live) is not None or live.dtype in (torch.float16, torch.bfloat16),
+                low=is_low(live) or is_held_low(live) or live.dtype in (torch.float16, torch.bfloat16),
                 itemsize=live.element_size(),
                 cast=param in whole and live.is_floating_point(),
                 group=2 * group_of.get(param, 0) + (param in whole),

@@ -93,9 +93,9 @@ class Placement:
             return wrap_data_parallel(net, self.devices)
         if self._shards:
             self._mesh = self._mesh or build_mesh(device, world_size, layout.shard_size)
-            update = amp.config.update
+            update, gather = amp.config.update, layout.gather_dtype and getattr(torch, layout.gather_dtype)
             dtype = getattr(torch, amp.config.dtype if update is None else amp.config.weights)
-            net = wrap_fsdp(net, self._mesh, None if dtype is torch.float32 else dtype, update=update)
+            net = wrap_fsdp(net, self._mesh, None if dtype is torch.float32 else dtype, update=update, gather=gather)
             if update not in (None, "master"):
                 amp.weights.append(LowShards(net, update))
         elif not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step

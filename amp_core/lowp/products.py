@@ -30,7 +30,7 @@ from amp_core.lowp.islands import island_names
 from amp_core.torch_private import find
 
 logger = logging.getLogger(__name__)
-_scaled_mm = find("torch._scaled_mm")
+_scaled_mm, _unsafe_view = find("torch._scaled_mm"), find("torch.ops.aten._unsafe_view", torch.view_copy)
 
 HIGH = ("head", "*.head", "lm_head", "*router*")
 """Layers that stay in bfloat16 unless told otherwise: logits of a vocabulary, choices of experts."""
@@ -215,7 +215,7 @@ class LowLinear(nn.Linear):
             missing = -len(rows) % self.products.multiple
             padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
             output: Tensor = _Product.apply(padded, self.weight, dtype, self.products)  # type: ignore[assignment]
-            output = output[: len(rows)].view(*input.shape[:-1], self.out_features)
+            output = _unsafe_view(output[: len(rows)], (*input.shape[:-1], self.out_features))
             return output if self.bias is None else output + self.bias.to(dtype)
 
 

@@ -130,6 +130,9 @@ PAIRS = {
     # Layouts.
     "layout.compress=bf16: has no effect with layout=fsdp": ["layout=fsdp", "layout.compress=bf16"],
     "layout.compress=fp16: expected": ["layout=ddp", "layout.compress=fp16"],
+    "layout.gather_dtype=bfloat16: has no effect with layout=ddp": ["layout=ddp", "layout.gather_dtype=bfloat16"],
+    "layout.gather_dtype=bfloat16: has no effect in amp=o2": [*HSDP, "amp=o2", "layout.gather_dtype=bfloat16"],
+    "layout.gather_dtype=float8_e4m3fn: has one scale": [*HSDP, "amp=mxfp8", "layout.gather_dtype=float8_e4m3fn"],
     "layout.bucket_mb=5.0: has no effect with layout=single": ["layout.bucket_mb=5.0"],
     "layout.bucket_mb=0: expected a finite number above 0": ["layout=ddp", "layout.bucket_mb=0.0"],
     "layout.shard_optimizer=true: has no effect with layout=hsdp": [*HSDP, "layout.shard_optimizer=true"],

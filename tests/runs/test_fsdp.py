@@ -42,14 +42,14 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
 """Gradients are summed in another order, in numbers of 24, 8 and 11 bits."""
 
 
-def lay_out(net: nn.Module, layout: str, amp: Amp) -> nn.Module:
+def lay_out(net: nn.Module, layout: str, amp: Amp, gather: torch.dtype | None = None) -> nn.Module:
     if layout == "ddp":
         return net if amp.weights else wrap_ddp(net, CPU)
     if layout in ("fsdp", "hsdp"):
         mesh = build_mesh(CPU, dist.get_world_size(), 2 if layout == "hsdp" else None)
         update = amp.config.update
         dtype = getattr(torch, amp.config.dtype if update is None else amp.config.weights)
-        net = wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, update=update)
+        net = wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, update=update, gather=gather)
         if update not in (None, "master"):
             amp.weights.append(LowShards(net, update))
     return net
@@ -70,7 +70,7 @@ class Training:
         net = net or gpt()
         if self.amp.config.format is not None or self.amp.config.update is not None:
             self.amp.prepare(net, gathers=layout in ("fsdp", "hsdp"))
-        self.net = lay_out(net, layout, self.amp)
+        self.net = lay_out(net, layout, self.amp, options.pop("gather", None))
         self.amp.guard(self.net)
         self.num_micros = num_micros
         self.clip = options.pop("clip", None)

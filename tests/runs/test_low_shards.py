@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from test_fsdp import Training, lay_out, same
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
 from amp_core import Amp
 from amp_core.checkpoints.parts import gather_full_state
 from amp_core.layouts import low_shards
+from amp_core.lowp.formats import E4M3, Scaling, quantise
+from amp_core.lowp.products import LowLinear
 from amp_core.lowp.weights import master_params
 from amp_core.tensors import dtensor_like
 
@@ -79,3 +83,36 @@ def test_uneven_and_empty_shards_hold_16_bits_and_have_the_bits_of_one_process(o
     assert all(same(each, single) for each in ours)
     blind = on_ranks(given_gradients, "fsdp", True, num_ranks=4)[0]
     assert [same(a, b) for a, b in zip(blind, single, strict=True)] == [True, False, True, True, True]
+
+
+def gathered(rank: int, gather: torch.dtype | None) -> list[Any]:
+    """The weights of layers of fp8 as the first forward pass has them, and the losses of three windows."""
+    training = Training("fsdp", "fp8", gather=gather)
+    seen: dict[str, Tensor] = {}
+
+    def look(name: str, module: nn.Module, inputs: Any) -> None:
+        seen.setdefault(name, getattr(module, "weight").detach().clone())  # noqa: B009
+
+    for name, module in training.net.named_modules():
+        if isinstance(module, LowLinear):
+            module.register_forward_pre_hook(functools.partial(look, name))
+    windows = [training.window()[0] for _ in range(3)]
+    return [seen, windows, training.values()["model"]]
+
+
+def test_gathers_in_16_and_8_bits_have_the_errors_that_are_stated(on_ranks: OnRanks) -> None:
+    """bf16: half of the last of 8 digits, 2^-8. E4M3: none in the codes, for they are those of the whole weight."""
+    how = Scaling(E4M3, (None, None))
+    full, half, byte = (on_ranks(gathered, dtype)[0] for dtype in (None, torch.bfloat16, torch.float8_e4m3fn))
+    assert len(full[0]) == 8
+    for name, weight in full[0].items():
+        assert torch.equal(half[0][name], weight.bfloat16())
+        error = (half[0][name].float() - weight).abs() / weight.abs()
+        assert 2**-9 < float(error.max()) <= 2**-8
+        exact, sent = quantise(weight, how), quantise(byte[0][name], how)
+        assert torch.equal(exact.values.view(torch.uint8), sent.values.view(torch.uint8))
+        assert abs(float(sent.scale / exact.scale) - 1) <= 2**-23
+        assert not torch.equal(byte[0][name], weight)
+    # A scale that is off by its last digit may turn a 16-bit output next to a tie; bf16 also turns codes.
+    assert byte[1] == [pytest.approx(loss, rel=2**-10) for loss in full[1]]
+    assert not same(half[2], full[2])
