@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from amp_core.config.checks import text_files, why_no_text
 from amp_core.config.errors import ConfigError, SaveError
 from amp_core.config.files import read_json, remove, sync_folder, write_whole
+from amp_core.config.sources import text_files, why_no_text
 from amp_core.data.tokenizers import Tokenizer, read_tokenizer
 from amp_core.data.tokens import LLMC, MANIFEST, stamps, tokens_of
 

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
-from amp_core.config.checks import package_folder
 from amp_core.config.schema import Config, RecipeConfig, expected
+from amp_core.config.sources import package_folder
 from amp_core.data.base import evenly_spread
 from amp_core.models import Family
 from amp_core.models.family import ImageShape, check_count

@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
 from amp_core.checkpoints.export import write_state
 from amp_core.checkpoints.parts import save_trained_alone
-from amp_core.config.checks import package_folder
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.schema import SHARDED, Config, RecipeConfig, expected
+from amp_core.config.sources import package_folder
 from amp_core.data.text import bits_per_byte, num_bytes, num_valid, outputs_of, perplexities, token_loss
 from amp_core.heads.losses import give_loss
 from amp_core.layouts.fsdp import cast_whole

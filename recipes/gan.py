@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
-from amp_core.config.checks import package_folder
 from amp_core.config.schema import Config, RecipeConfig, expected
+from amp_core.config.sources import package_folder
 from amp_core.data.base import evenly_spread
 from amp_core.models.family import Family, ImageShape, check_choice, check_count
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule

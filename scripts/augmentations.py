@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from amp_core.config.checks import photographs
+from amp_core.config.sources import photographs
 from amp_core.data.augment import Erased, Mixed
 from amp_core.data.images import ImageFiles
 from amp_core.data.prepare import IMAGENET

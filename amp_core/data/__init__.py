@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 
-from amp_core.config.checks import DECODED, check_data
 from amp_core.config.errors import ConfigError
-from amp_core.config.kinds import KINDS, OWN_PARTS, TEXTS, kind_of
+from amp_core.config.kinds import DECODED, KINDS, OWN_PARTS, TEXTS, kind_of
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Dataset, Key
 from amp_core.data.loading import Batches, EvalLoader, to_device
@@ -29,6 +28,8 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
     Raises:
         ConfigError: settings or files that do not fit.
     """
+    from amp_core.config.checks import check_data  # train.py has made these checks before it imports the recipe
+
     # Image files have a number of classes, and text no samples, only without their data (`run.predict.with_data`).
     is_given = cfg.num_classes is not None and cfg.name in (*DECODED, "mask_folder")
     is_given |= cfg.num_samples == 0 and cfg.name in TEXTS

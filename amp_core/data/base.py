@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from amp_core.config.checks import Skipped, excluded_names, skipped_note
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import visible
 from amp_core.config.schema import DataConfig
+from amp_core.config.sources import Skipped, excluded_names, skipped_note
 
 if TYPE_CHECKING:
     from amp_core.data.tokenizers import Tokenizer

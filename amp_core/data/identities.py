@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.config.checks import Skipped, class_names, dejavu_files
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
+from amp_core.config.sources import Skipped, class_names, dejavu_files
 from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
 from amp_core.data.decode import read_image
 from amp_core.data.images import Batch, Synthetic, class_files, data_of, noise_pool, split_images

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.config.checks import Skipped, class_names, images_below, mnist_file
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.schema import DataConfig
+from amp_core.config.sources import Skipped, class_names, images_below, mnist_file
 from amp_core.data.base import Chosen, Data, Dataset, Key, Paths, every_fifth, uniforms, unpack
 from amp_core.data.decode import orientation_of, read_header, read_image
 from amp_core.data.prepare import (

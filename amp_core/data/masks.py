@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.config.checks import brain_files, images_below, masked_images, photographs
 from amp_core.config.errors import BadSample, ConfigError
 from amp_core.config.schema import DataConfig
+from amp_core.config.sources import brain_files, images_below, masked_images, photographs
 from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
 from amp_core.data.decode import read_image, read_integers
 from amp_core.data.images import NUM_UNIFORMS, every_fifth, read_mnist_subset, shift_rotate_scale

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from amp_core.config.checks import IMAGE_ENDINGS
 from amp_core.config.errors import BadSample, ConfigError
 from amp_core.config.files import open_file, visible
 from amp_core.config.kinds import named_columns
 from amp_core.config.schema import DataConfig
+from amp_core.config.sources import IMAGE_ENDINGS
 from amp_core.data.base import Chosen, Data, Paths, every_fifth
 from amp_core.data.images import ImageFiles, data_of
 from amp_core.data.prepare import preparation_of

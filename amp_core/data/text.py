@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from amp_core.config.checks import SOURCES, package_folder, text_files
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
+from amp_core.config.sources import SOURCES, package_folder, text_files
 from amp_core.data.base import Data, Key, unpack
 from amp_core.data.chat import Chats, rendered
 from amp_core.data.packing import IGNORE, Batch, plan

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from amp_core.config.checks import package_folder
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import read_bytes, read_json, read_text
+from amp_core.config.sources import package_folder
 
 BYTES = "bytes"
 NEEDS_PACKAGE = "needs the package tokenizers: pip install 'amp-recipes[text]'"

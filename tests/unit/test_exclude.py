@@ -21,9 +21,9 @@ from shared import data_config, script
 from small import SMALL
 
 import train
-from amp_core.config.checks import excluded_names
 from amp_core.config.errors import ConfigError, SaveError
 from amp_core.config.schema import DataConfig
+from amp_core.config.sources import excluded_names
 from amp_core.data import build_data
 from amp_core.run.check import LIST, check_samples
 
