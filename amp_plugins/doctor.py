@@ -160,7 +160,7 @@ class LoopDoctor:
             return None
         self._is_due, self._was_examined = False, True
         scaler, scale, step = self.scaler, self.scaler.amp.scale, self._get_step()
-        kept = {name: getattr(scaler, name) for name in ("reports", "_is_pending", "_is_ended", "_streak")}
+        kept = {name: getattr(scaler, name) for name in ("reports", "_begun", "_is_pending", "_is_ended", "_streak")}
         self._micro, self._is_rerun = None, True
         self._is_first = True
         try:

@@ -42,8 +42,9 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         max_consecutive_skips: after so many skipped steps in a row `update` raises. With fused optimizers on a GPU,
             which do not tell the host, it looks once in so many windows.
         dtype: of autocast, for the doctor; None: float16 if enabled, else float32.
-        update_per_window: `update` is called after each of several optimizers, as Accelerate, Fabric and Lightning do:
-            the scale moves once, before the next forward pass of a guarded network or the next loss.
+        update_per_window: for trainers that call `update` after each of several optimizers (Accelerate, Fabric,
+            Lightning): the scale moves once, before the next forward pass of a guarded network or the next loss. An
+            empty state, saved in a mode without a scale, loads as a fresh scale.
 
     Attributes:
         finding: what a doctor has found, for the error.
@@ -75,6 +76,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         self.finding = ""
         self.doctor: Any = None
         self.num_updates = 0
+        self._begun = set[torch.optim.Optimizer]()
         self._is_pending = self._is_ended = False
         self._streak = 0
         self._ours: list[Schedule | Ema] = []
@@ -133,6 +135,8 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         """Whether the last step was taken: of an optimizer, or of all that stepped. May wait for the device."""
         mine = self.reports.get(optimizer)  # type: ignore[call-overload]
         reports = self.reports.values() if mine is None else [mine]
+        if not self.reports and self.num_updates:
+            return False
         return all(bool(r.taken) if r.taken_on_host is None else r.taken_on_host for r in reports)
 
     @property
@@ -160,6 +164,8 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of an optimizer, once per window."""
+        if optimizer in self._begun and not self._enabled and not self._is_pending:
+            return  # torch's does nothing at all
         self._begin(optimizer)
         self.amp.unscale_(optimizer)
 
@@ -182,8 +188,10 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         self.reports[optimizer] = self.amp.step(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._is_pending and optimizer in self.reports:
+        if optimizer in self._begun and optimizer in self.reports and (self._is_pending or not self._enabled):
+            self._is_pending = True  # also in a loop that updates no disabled scaler
             self.end_window()
+        self._begun.add(optimizer)
         if self._amp is None:
             self._start(next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu")))
 
@@ -193,14 +201,12 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         Raises:
             TooManySkipsError: `max_consecutive_skips` steps in a row were skipped.
         """
-        if new_scale is None and (self._is_ended or not self.reports):  # nothing has stepped
-            if self._enabled and not self.amp._window.states:
-                raise AssertionError("No inf checks were recorded prior to update.")
-            if not self._enabled:
-                return
-        self._is_pending = True
-        if new_scale is not None or not self._per_window:
-            self.end_window()
+        if self._begun:
+            self._is_pending = True
+            if new_scale is not None or not self._per_window:
+                self.end_window()
+        elif new_scale is None and self._enabled:
+            raise AssertionError("No inf checks were recorded prior to update.")
         if new_scale is not None and self._enabled:
             self.amp.scaler.set(new_scale)
 
@@ -208,10 +214,12 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         """Do what `update` has put off, with `update_per_window`."""
         if not self._is_pending:
             return
-        self._is_pending, self._is_ended = False, True
+        if self._is_ended:  # the window was unscaled, and not stepped
+            self.reports = {}
+        self._begun, self._is_pending, self._is_ended = set(), False, True
         amp, reports = self.amp, list(self.reports.values())
         amp.update()
-        for part in self._ours:
+        for part in self._ours if reports else ():
             if isinstance(part, Schedule):
                 part.advance(self.reports.get(part.optimizer, reports[0]))
             else:
@@ -221,10 +229,10 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
             return
         self.num_updates += 1
         known = [each.taken_on_host for each in reports]
-        if None not in known:
-            self._streak = 0 if all(known) else self._streak + 1
-        elif amp.device.type == "cpu":
+        if amp.device.type == "cpu":
             self._streak = int(amp.num_consecutive_skips.numpy())  # in host memory
+        elif reports and None not in known:
+            self._streak = 0 if all(known) else self._streak + 1
         elif self.num_updates % self.max_consecutive_skips == 0:
             self._streak = int(amp.num_consecutive_skips)
         if self.doctor is not None:
@@ -249,9 +257,15 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         return self.amp.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with a state of this class or of torch's. {}, of a mode without a scale: a fresh one."""
+        """Continue with a state of this class or of torch's.
+
+        Raises:
+            RuntimeError: as torch's, it is empty, saved with `enabled=False`. With `update_per_window`: a fresh scale.
+        """
         self.end_window()
         if self._enabled:
+            if not state_dict and not self._per_window:
+                raise RuntimeError("the state is empty, saved with enabled=False: leave it out to begin a fresh scale")
             for name in ("growth_factor", "backoff_factor", "growth_interval"):
                 self._set(name, state_dict.get(name, getattr(self, f"_{name}")))
             self.amp.load_state_dict(state_dict)
@@ -288,7 +302,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         self.end_window()
-        return vars(self) | {"reports": {}, "_ours": [], "doctor": None}
+        return vars(self) | {"reports": {}, "_begun": set(), "_ours": [], "doctor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -29,3 +29,8 @@ class NativeScaler(timm.utils.NativeScaler):
         super().__init__(device)
         self._scaler = GradScaler(device, enabled=enabled, **policy)
         self.guard, self.follow = self._scaler.guard, self._scaler.follow
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As timm's; an empty state, of a mode without a scale, begins with a fresh one."""
+        if state_dict:
+            super().load_state_dict(state_dict)

@@ -370,7 +370,7 @@ class Amp:
     def update(self) -> None:
         """End the window: update the loss scale once, however many optimizers stepped. No host-device sync."""
         window = self._window
-        if not window.num_stepped:
+        if not window.states:
             raise RuntimeError("amp.update() without amp.step(optimizer) before it; step every optimizer, then update")
         outcome = window.outcome(self._zero)
         self._window = WindowState()

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,19 +110,48 @@ def test_states_load_both_ways_and_copies_work() -> None:
         assert twin.state_dict() == again.state_dict()
 
 
+CALLS: dict[str, Callable[[Any, Any, Tensor], Any]] = {
+    "backward": lambda scaler, optimizer, w: scaler.scale(w.sum()).backward(),
+    "overflow": lambda scaler, optimizer, w: scaler.scale((w * torch.inf).sum()).backward(),
+    "unscale": lambda scaler, optimizer, w: scaler.unscale_(optimizer),
+    "step": lambda scaler, optimizer, w: scaler.step(optimizer),
+    "update": lambda scaler, optimizer, w: scaler.update(),
+    "set": lambda scaler, optimizer, w: scaler.update(32.0),
+    "clear": lambda scaler, optimizer, w: optimizer.zero_grad(),
+    "load": lambda scaler, optimizer, w: scaler.load_state_dict({}),
+}
+
+
 @pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("calls", ["step", "update", "step, update"])
-def test_a_step_or_an_update_without_a_backward_pass_does_what_torchs_does(calls: str, enabled: bool) -> None:
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "step",
+        "update",
+        "step update",
+        "set",
+        "backward set",
+        "backward unscale update clear backward step update",
+        "overflow unscale update clear backward step update",
+        "backward unscale unscale",
+        "backward step step",
+        "backward step unscale",
+        "backward step update update",
+        "load",
+    ],
+)
+def test_calls_in_any_order_do_what_they_do_with_torchs(calls: str, enabled: bool) -> None:
     outcomes = []
     for kind in (torch.amp.GradScaler, GradScaler):
-        scaler, optimizer = kind("cpu", enabled=enabled), torch.optim.SGD(net().parameters(), lr=1.0)
+        weight, error = nn.Parameter(torch.ones(2)), None
+        scaler, optimizer = kind("cpu", 64.0, enabled=enabled), torch.optim.SGD([weight], lr=1.0)
         scaler.scale(torch.ones(()))
         try:
-            for call in calls.split(", "):
-                scaler.step(optimizer) if call == "step" else scaler.update()
-            outcomes.append("")
-        except AssertionError as error:
-            outcomes.append(str(error))
+            for call in calls.split():
+                CALLS[call](scaler, optimizer, weight)
+        except (AssertionError, RuntimeError) as raised:
+            error = type(raised)
+        outcomes.append((error, weight.tolist(), scaler.get_scale()))
     assert outcomes[0] == outcomes[1]
 
 
