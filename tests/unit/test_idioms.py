@@ -1,7 +1,8 @@
 """Training loops as torch's notes and tutorials on mixed precision have them, with `Amp` in place of the scaler.
 
-Each idiom runs by hand in float64 without its bad batches, with `Amp` and them, and in fp16 with torch's own scaler.
-Numbers are dyadic and short: no 16-bit operation rounds, so every mode has the bits of float64, up to the counted fp32
+Each idiom runs by hand in float64 without its bad batches, with `Amp` and them, in fp16 with torch's own scaler, and in
+fp16 with that of `amp_plugins` in its place, which has to have torch's bits where nothing overflows, with any numbers.
+Elsewhere numbers are dyadic and short: no 16-bit operation rounds, so every mode has the bits of float64, up to the counted fp32
 roundings of what divides or takes a root.
 """
 
@@ -25,11 +26,12 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import amp_plugins
 from amp_core import Amp, Clip, Ema, Schedule, StepReport, master_params, sync_grads, windows
 
 SCALE = {"init_scale": 1024.0, "growth_interval": 2}
 MODES = ["fp32", "bf16", "fp16", "o2"]
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "torch": torch.float16}
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "torch": torch.float16, "plugin": torch.float16}
 INF = float("inf")
 # Found by search: of few bits, and after two steps still.
 WEIGHTS = [-2, 0.5, -1, 0.5], [-1, -0.5], [-1, -2], [2], [-1, -0.5, 0.5, -0.5], [-1, 0.5]
@@ -37,8 +39,8 @@ INPUTS, FACTORS = [[-2.0, -1.0], [2.0, -1.0]], [[-2.0], [1.0]]
 Tensors = list[Tensor]
 
 
-class ByHand(GradScaler):
-    """The methods of `Amp` in a few plain lines: without a scaler, or with torch's."""
+class Lines:
+    """The methods of `Amp` in a few plain lines: without a scaler, or with one."""
 
     def autocast(self) -> Any:
         return torch.autocast("cpu", torch.float16) if self.is_enabled() else contextlib.nullcontext()
@@ -63,21 +65,33 @@ class ByHand(GradScaler):
         for optimizer in optimizers:
             optimizer.zero_grad()
 
+
+class ByHand(Lines, GradScaler):
     def guard(self, net: nn.Module) -> None: ...
+
+
+class Plugin(Lines, amp_plugins.GradScaler): ...
 
 
 class Loop:
     """The networks, optimizers and batches of an idiom, and what steps them."""
 
-    def __init__(self, mode: str, fused: bool = True, wrap: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, mode: str, fused: bool = True, wrap: Callable[..., Any] | None = None, *, healthy: bool = False
+    ) -> None:
         self.fused, self.exact, self.wrap = fused, mode == "float64", wrap
+        self.healthy = healthy
+        """No bad batch, and numbers of many bits."""
         self.dtype = torch.float64 if self.exact else torch.float32
         self.mode = mode
         self.amp = self.new_amp()
 
     def new_amp(self) -> Any:
+        policy: Any = SCALE | ({"init_scale": 1000.0} if self.healthy else {})  # whose reciprocal is rounded
         if self.mode in ("float64", "torch"):
-            return ByHand("cpu", **SCALE, enabled=not self.exact)  # type: ignore[arg-type]
+            return ByHand("cpu", **policy, enabled=not self.exact)
+        if self.mode == "plugin":
+            return Plugin("cpu", **policy)
         return Amp.named(self.mode, **(SCALE if self.mode in ("fp16", "o2") else {}))
 
     def net(self, kind: Callable[..., nn.Module] = nn.Linear) -> nn.Sequential:
@@ -85,7 +99,7 @@ class Loop:
         net = nn.Sequential(kind(2, 2), nn.ReLU(), nn.Linear(2, 1)).to(self.dtype)
         with torch.no_grad():
             for p, values in zip(net.parameters(), WEIGHTS[:4], strict=True):
-                p.copy_(torch.tensor(values).view_as(p))
+                p.copy_(torch.tensor(values).view_as(p) / (3 if self.healthy else 1))
         return self.prepared(net)
 
     def prepared(self, net: Any) -> Any:
@@ -103,6 +117,8 @@ class Loop:
                 continue
             x, t = torch.tensor(INPUTS).roll(i, 0), torch.tensor(FACTORS) * (-1) ** i
             x, t = x.to(self.dtype), t.to(self.dtype)
+            if self.healthy:
+                x, bad = x / 3, -1
             if dist.is_initialized():  # a sample for each of two ranks, of which the second has the infinity
                 x, t = (tensor[dist.get_rank()].unsqueeze(0) for tensor in (x, t))
             yield x * INF if i == bad and (not dist.is_initialized() or dist.get_rank()) else x, t
@@ -358,7 +374,7 @@ def compare(found: Tensors, name: str) -> None:
         assert float((a - b).abs().max()) <= bound, (a, b)
 
 
-TRIED = [(name, mode) for name in IDIOMS for mode in (*MODES, "torch") if (name, mode) not in NOT_BY_TORCH]
+TRIED = [(name, mode) for name in IDIOMS for mode in (*MODES, "torch", "plugin") if (name, mode) not in NOT_BY_TORCH]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -366,11 +382,24 @@ TRIED = [(name, mode) for name in IDIOMS for mode in (*MODES, "torch") if (name,
 def test_an_idiom_is_plain_torch_in_float64(name: str, mode: str, fused: bool) -> None:
     loop = Loop(mode, fused)
     idiom, options, _ = IDIOMS[name]
-    compare(idiom(loop, **options), name)
-    if mode == "fp16" and (name, "torch") in TRIED:
-        by_torch = Loop("torch", fused)
-        idiom(by_torch, **options)
-        assert loop.amp.scale == by_torch.amp.get_scale() != 1.0
+    found = idiom(loop, **options)
+    compare(found, name)
+    for by in ("torch", "plugin") if mode == "fp16" else ():
+        if (name, by) in TRIED:
+            other = Loop(by, fused)
+            got = idiom(other, **options)
+            assert loop.amp.scale == other.amp.get_scale() != 1.0
+            assert by == "torch" or "clip" in options or all(map(torch.equal, found, got))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", IDIOMS)
+def test_the_plugin_has_the_bits_of_torchs_scaler_where_nothing_overflows(name: str, fused: bool) -> None:
+    idiom, options, _ = IDIOMS[name]
+    loops = [Loop(by, fused, healthy=True) for by in ("torch", "plugin")]
+    right, found = (idiom(loop, **options) for loop in loops)
+    assert all(map(torch.equal, right, found))
+    assert loops[0].amp.state_dict() == loops[1].amp.state_dict()
 
 
 # --- two ranks ------------------------------------------------------------------------------------------------------------
@@ -392,13 +421,21 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
 SHARED = ["typical", "clipped by torch", "clipped by the step", "accumulated", "accumulated and unscaled", "in windows"]
 
 
+def scale_of(loop: Loop) -> float:
+    return float(loop.amp.scale if isinstance(loop.amp, Amp) else loop.amp.get_scale())
+
+
 def on_a_rank(rank: int, wrapper: str) -> dict[str, list[Tensor]]:
     found = {}
-    for mode in ("fp32", "bf16", "fp16"):
+    for mode in ("fp32", "bf16", "fp16", "plugin"):
         wrap = partial(sharded, dtype=LOW.get(mode)) if "gathered" in wrapper else WRAPPERS[wrapper]
         for name in SHARED:
             loop, (idiom, options, _) = Loop(mode, wrap=wrap), IDIOMS[name]
-            found[f"{mode}, {name}"] = [*idiom(loop, **options), torch.tensor(getattr(loop.amp, "scale", 1.0))]
+            found[f"{mode}, {name}"] = [*idiom(loop, **options), torch.tensor(scale_of(loop))]
+            if mode == "plugin":
+                twins = [Loop(by, wrap=wrap, healthy=True) for by in ("torch", "plugin")]
+                right, got = ([*idiom(twin, **options), torch.tensor(scale_of(twin))] for twin in twins)
+                assert all(map(torch.equal, right, got)), name
     return found
 
 
@@ -408,4 +445,4 @@ def test_an_idiom_on_two_ranks_is_plain_torch_in_one_process(wrapper: str, on_ra
     for key, (*found, scale) in one.items():
         mode, name = key.split(", ", 1)
         compare(found, name)
-        assert all(map(torch.equal, other[key], [*found, scale])) and (scale == 1.0) == (mode != "fp16")
+        assert all(map(torch.equal, other[key], [*found, scale])) and (scale == 1.0) == (mode in ("fp32", "bf16"))

@@ -1,9 +1,8 @@
-"""`amp_plugins`: torch's idioms with the import changed alone, bit for bit; its promises in trainers that are installed."""
+"""`amp_plugins`: its scaler beside torch's, and its promises in trainers that are installed. See also test_idioms."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 import re
 import subprocess
@@ -36,54 +35,26 @@ def batches(num: int, bad: int | None = None) -> list[Tensor]:
     return found
 
 
-def train(scaler: Any, fused: bool, idiom: str, xs: list[Tensor]) -> list[Tensor]:
-    """An idiom of torch's amp_examples; the weights, buffers and moments."""
-    nets = [net(), net()] if idiom == "several" else [net()]
-    optimizers = [torch.optim.AdamW(each.parameters(), fused=fused) for each in nets]
-    if isinstance(scaler, GradScaler):
-        for each in nets:
-            scaler.guard(each)
-    accumulation = 2 if idiom == "accumulation" else 1
-    for i, x in enumerate(xs, 1):
-        x = x.clone().requires_grad_(idiom == "penalty")
+def train(scaler: Any, fused: bool, xs: list[Tensor]) -> list[Tensor]:
+    """The weights, buffers and moments."""
+    model = net()
+    scaler.guard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    for x in xs:
         with torch.autocast("cpu", torch.float16):
-            losses = [each(x).float().square().mean() / accumulation for each in nets]
-        if idiom == "penalty":
-            (grad,) = torch.autograd.grad(scaler.scale(losses[0]), x, create_graph=True)
-            losses = [losses[0] + (grad / scaler.get_scale()).square().sum()]
-        for n, loss in enumerate(losses):
-            scaler.scale(loss).backward(retain_graph=n + 1 < len(losses))
-        if i % accumulation:
-            continue
-        for each, optimizer in zip(nets, optimizers, strict=True):
-            if idiom == "clipping":
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-            scaler.step(optimizer)
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
         scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    moments = [v for o in optimizers for state in o.state.values() for v in state.values()]
-    return [*itertools.chain(*(each.state_dict().values() for each in nets)), *moments]
-
-
-IDIOMS = ["plain", "clipping", "accumulation", "penalty", "several"]
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("idiom", IDIOMS)
-def test_an_idiom_of_torch_has_its_bits_where_nothing_overflows(idiom: str, fused: bool) -> None:
-    torchs, ours = torch.amp.GradScaler("cpu", 1024.0, growth_interval=3), GradScaler("cpu", 1024.0, growth_interval=3)
-    right, got = (train(each, fused, idiom, batches(8)) for each in (torchs, ours))
-    assert len(right) == len(got) and all(map(torch.equal, right, got))
-    assert torchs.state_dict() == ours.state_dict()
+        optimizer.zero_grad()
+    return [*model.state_dict().values(), *(v for state in optimizer.state.values() for v in state.values())]
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_bad_batch_leaves_what_it_leaves_with_amp(enabled: bool, fused: bool) -> None:
     xs, policy = batches(6, bad=2), {"init_scale": 1024.0} if enabled else {}
-    got = train(GradScaler("cpu", 1024.0, enabled=enabled), fused, "plain", xs)
+    got = train(GradScaler("cpu", 1024.0, enabled=enabled), fused, xs)
     amp, model = Amp.named("fp16" if enabled else "fp32", **policy), net()
     amp.guard(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
@@ -229,7 +200,7 @@ def test_too_many_skips_in_a_row_raise_with_the_finding(fused: bool) -> None:
     scaler = GradScaler("cpu", enabled=False, max_consecutive_skips=3)
     scaler.finding = "the logarithm of 0"
     with pytest.raises(TooManySkipsError, match=r"3 steps in a row were skipped.*the logarithm of 0"):
-        train(scaler, fused, "plain", [torch.full((8, 4), BAD)] * 3)
+        train(scaler, fused, [torch.full((8, 4), BAD)] * 3)
 
 
 def test_importing_the_package_imports_no_trainer_and_the_core_does_not_import_it() -> None:
