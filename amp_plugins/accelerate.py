@@ -7,6 +7,7 @@ scaler = protect(accelerator)
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -17,7 +18,7 @@ from accelerate.utils import DistributedType
 from amp_core.step.buffers import CopySafeHook
 from amp_plugins.doctor import LoopDoctor, Terms
 from amp_plugins.names import require
-from amp_plugins.scaler import GradScaler
+from amp_plugins.scaler import GradScaler, scaler_for
 
 _DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _STEPS_ITSELF = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.MEGATRON_LM: "Megatron-LM"}
@@ -52,7 +53,7 @@ def protect(
         The scaler. Called again: the one that is there.
 
     Raises:
-        ValueError: DeepSpeed or Megatron-LM step by themselves, or the scaler is made for another precision.
+        ValueError: DeepSpeed or Megatron-LM step by themselves; see also `scaler_for`.
     """
     require("accelerate")
     if isinstance(accelerator.scaler, GradScaler):
@@ -65,40 +66,33 @@ def protect(
         )
     # On a CPU Accelerate trains fp16 as fp32: it has no scaler there, and its clipping does not unscale.
     precision = str(accelerator.mixed_precision) if accelerator.native_amp else "no"
-    is_scaled = precision == "fp16"
     before: Any = accelerator.scaler
-    if scaler is None:
-        if is_scaled and before is not None:  # as GradScalerKwargs say
-            names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-            policy = {name: getattr(before, f"_{name}") for name in names} | policy
-        scaler = GradScaler(
-            accelerator.device.type, enabled=is_scaled, dtype=_DTYPES[precision], update_per_window=True, **policy
-        )
-    elif scaler.is_enabled() != is_scaled:
-        raise ValueError(
-            f"the scaler has enabled={scaler.is_enabled()}, and the accelerator mixed_precision={precision!r}: "
-            f"expected enabled={is_scaled}, or leave the scaler out"
-        )
+    if precision == "fp16" and before is not None:  # as GradScalerKwargs say
+        names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+        policy = {name: getattr(before, f"_{name}") for name in names} | policy
+    what = f"the accelerator mixed_precision={precision!r}"
+    device, dtype = accelerator.device.type, _DTYPES[precision]
+    scaler = scaler_for(what, scaler, device, dtype, policy, enabled=precision == "fp16")
     accelerator.scaler = scaler
     for optimizer in accelerator._optimizers:
         optimizer.__setstate__({"scaler": scaler})  # it wraps the step again
     for net in accelerator._models:
         scaler.guard(net)
-    prepare = accelerator.prepare_model
-
-    def prepare_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        made = prepare(model, *args, **kwargs)
-        if made not in guarded and not kwargs.get("evaluation_mode"):
-            guarded.append(made)
-            scaler.guard(made)
-            _watch(scaler.doctor, made)
-        return made
-
-    guarded = _NETS[scaler] = list(accelerator._models)
+    nets = _NETS[scaler] = list(accelerator._models)
     if doctor:
-        _attach(scaler, guarded)
-    accelerator.prepare_model = prepare_model  # type: ignore[method-assign]
+        _attach(scaler, nets)
+    accelerator.prepare_model = functools.partial(_prepare_model, accelerator)  # type: ignore[method-assign]
     return scaler
+
+
+def _prepare_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    made, scaler = type(accelerator).prepare_model(accelerator, model, *args, **kwargs), accelerator.scaler
+    nets = _NETS.setdefault(scaler, [])
+    if made not in nets and not kwargs.get("evaluation_mode"):
+        nets.append(made)
+        scaler.guard(made)
+        _watch(scaler.doctor, made)
+    return made
 
 
 def _attach(scaler: GradScaler, nets: list[Any]) -> None:

@@ -96,6 +96,9 @@ class LoopDoctor:
         self.is_decorating = False
         scaler.doctor = self
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a LoopDoctor cannot be copied: make a new one for a copy of its scaler")
+
     def watch(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate what computes the loss of a micro-batch from its arguments, called once per micro-batch."""
         self.is_decorating = True

@@ -36,8 +36,15 @@ class AmpMixin:
     """Arguments of the scaler, as `max_consecutive_skips`."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's."""
+        """As the Trainer's.
+
+        Raises:
+            ValueError: the optimizer steps in the backward pass, or DeepSpeed does.
+        """
         require("transformers")
+        name = str(getattr(self.args.optim, "value", self.args.optim))  # type: ignore[attr-defined]
+        if name.endswith(("layerwise", "lomo")):
+            raise ValueError(f"optim={name!r} steps in the backward pass, where no step can be skipped: use another")
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         protect(self.accelerator, **self.amp_policy)  # type: ignore[attr-defined]
 

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from amp_core.step.buffers import BufferGuard
 from amp_plugins.doctor import LoopDoctor, Terms, loss_of
 from amp_plugins.names import require
-from amp_plugins.scaler import GradScaler
+from amp_plugins.scaler import GradScaler, scaler_for
 
 TERMS = Terms(
     bf16='AmpPrecision("bf16-mixed")',
@@ -30,23 +30,17 @@ TERMS = Terms(
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def _scaler_of(precision: Any, device: str | None, scaler: GradScaler | None, policy: dict[str, Any]) -> GradScaler:
+def _set(
+    plugin: Any, precision: Any, device: str | None, scaler: GradScaler | None, policy: dict[str, Any]
+) -> torch.dtype:
+    """Its precision, device and scaler; returns the dtype."""
     require("lightning")
     if precision not in _DTYPES:
         raise ValueError(f"precision={precision!r}: expected one of {', '.join(_DTYPES)}")
-    is_scaled = precision == "16-mixed"
-    if scaler is not None and scaler.is_enabled() != is_scaled:
-        raise ValueError(
-            f"the scaler has enabled={scaler.is_enabled()}, and precision={precision!r}: expected {is_scaled}"
-        )
-    if scaler is not None:
-        return scaler
-    dtype = _DTYPES[precision]
-    return GradScaler(_device(device), enabled=is_scaled, dtype=dtype, update_per_window=True, **policy)
-
-
-def _device(device: str | None) -> str:
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    plugin.precision, plugin.device = precision, device or ("cuda" if torch.cuda.is_available() else "cpu")
+    what, dtype, enabled = f"precision={precision!r}", _DTYPES[precision], precision == "16-mixed"
+    plugin.scaler = scaler_for(what, scaler, plugin.device, dtype, policy, enabled=enabled)
+    return dtype
 
 
 class AmpPrecision(MixedPrecision):
@@ -66,8 +60,8 @@ class AmpPrecision(MixedPrecision):
     def __init__(
         self, precision: Any = "bf16-mixed", device: str | None = None, scaler: GradScaler | None = None, **policy: Any
     ) -> None:
-        self.scaler = _scaler_of(precision, device, scaler, policy)
-        self.precision, self.device, self._guards = precision, _device(device), list[BufferGuard]()
+        _set(self, precision, device, scaler, policy)
+        self._guards = list[BufferGuard]()
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Guards its buffers."""
@@ -75,9 +69,16 @@ class AmpPrecision(MixedPrecision):
         return module
 
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
-        """Lets schedules by step and averages follow."""
+        """Lets schedules by step and averages follow.
+
+        Raises:
+            ValueError: the strategy is DeepSpeed's, which steps by itself.
+        """
+        trainer = getattr(model, "_trainer", None)
+        if "DeepSpeed" in (name := type(getattr(trainer, "strategy", None)).__name__):
+            raise ValueError(f"{name} scales, clips and steps by itself, and asks no AmpPrecision: use precision=")
         parts = [each.scheduler for each in lr_schedulers if each.interval == "step" and not each.reduce_on_plateau]
-        callbacks = getattr(getattr(model, "_trainer", None), "callbacks", ())
+        callbacks = getattr(trainer, "callbacks", ())
         averages = [each._average_model for each in callbacks if isinstance(each, WeightAveraging)]
         self.scaler.follow(*parts, *[each for each in averages if each is not None])
         return super().connect(model, optimizers, lr_schedulers)
@@ -124,9 +125,7 @@ class FabricPrecision(FabricMixedPrecision):
     def __init__(
         self, precision: Any = "bf16-mixed", device: str | None = None, scaler: GradScaler | None = None, **policy: Any
     ) -> None:
-        self.scaler = _scaler_of(precision, device, scaler, policy)
-        self.precision, self.device = precision, _device(device)
-        self._desired_input_dtype = _DTYPES[precision]
+        self._desired_input_dtype = _set(self, precision, device, scaler, policy)
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Guards its buffers."""

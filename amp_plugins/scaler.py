@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
@@ -42,11 +43,11 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         max_consecutive_skips: after so many skipped steps in a row `update` raises. With fused optimizers on a GPU,
             which do not tell the host, it looks once in so many windows.
         dtype: of autocast, for the doctor; None: float16 if enabled, else float32.
-        update_per_window: for trainers that call `update` after each of several optimizers (Accelerate, Fabric,
-            Lightning): the scale moves once, before the next forward pass of a guarded network or the next loss. An
-            empty state, saved in a mode without a scale, loads as a fresh scale.
 
     Attributes:
+        is_trainers: set by `scaler_for`, for trainers that call `update` after each of several optimizers (Accelerate,
+            Fabric, Lightning): the scale moves once, before the next forward pass of a guarded network or the next
+            loss. An empty state, saved in a mode without a scale, loads as a fresh scale.
         finding: what a doctor has found, for the error.
         doctor: a `LoopDoctor`, told of each window; copies have none.
         reports: of each optimizer its step in the last window.
@@ -65,13 +66,12 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         max_scale: float = 2.0**24,
         max_consecutive_skips: int = 50,
         dtype: torch.dtype | None = None,
-        update_per_window: bool = False,
     ) -> None:
         self._amp: Amp | None = None
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._bounds = {"min_scale": min(min_scale, init_scale), "max_scale": max(max_scale, init_scale)}
         self.dtype = dtype or (torch.float16 if enabled else torch.float32)
-        self.max_consecutive_skips, self._per_window = max_consecutive_skips, update_per_window
+        self.max_consecutive_skips, self.is_trainers = max_consecutive_skips, False
         self.reports: dict[torch.optim.Optimizer, StepReport] = {}
         self.finding = ""
         self.doctor: Any = None
@@ -203,7 +203,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         """
         if self._begun:
             self._is_pending = True
-            if new_scale is not None or not self._per_window:
+            if new_scale is not None or not self.is_trainers:
                 self.end_window()
         elif new_scale is None and self._enabled:
             raise AssertionError("No inf checks were recorded prior to update.")
@@ -211,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
             self.amp.scaler.set(new_scale)
 
     def end_window(self, *_: Any) -> None:
-        """Do what `update` has put off, with `update_per_window`."""
+        """Do what `update` has put off in a trainer."""
         if not self._is_pending:
             return
         if self._is_ended:  # the window was unscaled, and not stepped
@@ -237,7 +237,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
             self._streak = int(amp.num_consecutive_skips)
         if self.doctor is not None:
             self.doctor.after_window()
-            if not self._per_window or self._streak >= self.max_consecutive_skips:
+            if not self.is_trainers or self._streak >= self.max_consecutive_skips:
                 self.doctor.examine()  # else the step of another's optimizer may not be over
         if self._streak >= self.max_consecutive_skips:
             found = self.finding or "Doctor(amp, model).locate(step, batch) of amp_core names the operation"
@@ -260,11 +260,11 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         """Continue with a state of this class or of torch's.
 
         Raises:
-            RuntimeError: as torch's, it is empty, saved with `enabled=False`. With `update_per_window`: a fresh scale.
+            RuntimeError: as torch's, it is empty, saved with `enabled=False`, unless a trainer loads it.
         """
         self.end_window()
         if self._enabled:
-            if not state_dict and not self._per_window:
+            if not state_dict and not self.is_trainers:
                 raise RuntimeError("the state is empty, saved with enabled=False: leave it out to begin a fresh scale")
             for name in ("growth_factor", "backoff_factor", "growth_interval"):
                 self._set(name, state_dict.get(name, getattr(self, f"_{name}")))
@@ -308,6 +308,28 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         vars(self).update(state)
 
 
+def scaler_for(
+    what: str, scaler: GradScaler | None, device: str, dtype: torch.dtype, policy: dict[str, Any], *, enabled: bool
+) -> GradScaler:
+    """The scaler of a trainer: the one that its user gives, or a new one.
+
+    Raises:
+        ValueError: it is made for another precision than the trainer's, which `what` tells, or is another trainer's.
+    """
+    if scaler is None:
+        scaler = GradScaler(device, enabled=enabled, dtype=dtype, **policy)
+    elif scaler.is_enabled() != enabled:
+        raise ValueError(
+            f"the scaler has enabled={scaler.is_enabled()}, and {what}: expected enabled={enabled}, or leave it out"
+        )
+    elif scaler in _taken:
+        raise ValueError("the scaler is another trainer's: give each its own; a copy.deepcopy of it keeps the scale")
+    scaler.is_trainers = True
+    _taken.add(scaler)
+    return scaler
+
+
+_taken: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 _followed: weakref.WeakKeyDictionary[Any, GradScaler] = weakref.WeakKeyDictionary()
 
 
@@ -317,7 +339,13 @@ class _Follows:
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = object.__new__(type(self).__mro__[2])
         vars(plain).update(vars(self))
-        return plain.__reduce_ex__(protocol)
+        make, *rest = plain.__reduce_ex__(protocol)
+        return (_new if make is copyreg.__newobj__ else make, *rest)  # type: ignore[attr-defined]
+
+
+def _new(kind: type, *arguments: Any) -> Any:
+    """As `copyreg.__newobj__`, of which pickle asks that the object is of this class."""
+    return kind.__new__(kind, *arguments)
 
 
 def _following(kind: type, name: str) -> type:

@@ -36,7 +36,7 @@ def attach(self: Any, scaler: Any, net: Any, *parts: object) -> None:
 def _scale(self: Any, accelerator: Any, task: Task) -> None:
     from amp_plugins.accelerate import protect
 
-    protect(accelerator, GradScaler("cpu", update_per_window=True, **policy(task)))
+    protect(accelerator, GradScaler("cpu", **policy(task)))
 
 
 def _native(self: Any, task: Task) -> Any:
@@ -50,7 +50,7 @@ def _plugin(self: Any, task: Task) -> Any:
     from amp_plugins import lightning
 
     kind = lightning.FabricPrecision if "Fabric" in self.name else lightning.AmpPrecision
-    return kind(NAMES[task.mode], "cpu", GradScaler("cpu", update_per_window=True, **policy(task)))
+    return kind(NAMES[task.mode], "cpu", GradScaler("cpu", **policy(task)))
 
 
 def _scaler(self: Any, task: Task) -> Any:

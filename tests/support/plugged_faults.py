@@ -103,7 +103,7 @@ def _scaler(accelerator: Any, fault: str, **settings: Any) -> Any:
     if fault != "product":
         return protect(accelerator, **settings)
     accelerator.state._mixed_precision = "fp16"  # which Accelerate does not offer on a CPU
-    return protect(accelerator, GradScaler("cpu", update_per_window=True), **settings)
+    return protect(accelerator, GradScaler("cpu"), **settings)
 
 
 def huggingfaces(fault: str, folder: str) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,8 +162,6 @@ def test_the_doctor_of_a_plain_loop_names_the_fault_and_the_error_holds_it(caplo
 def test_a_trainer_without_a_scale_writes_no_scaler(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="amp_plugins.huggingface is for it")
     import_torchvision()
-    from types import SimpleNamespace
-
     from amp_plugins.huggingface import SafeTrainer
 
     for enabled in (False, True):
@@ -185,8 +185,9 @@ def test_what_follows_moves_with_taken_steps_and_its_copies_are_plain() -> None:
         optimizer.zero_grad()
         schedule.step()
     assert (optimizer.param_groups[0]["lr"], scaler.skipped) == (0.25, 1)
-    assert type(copy.deepcopy(schedule)) is torch.optim.lr_scheduler.LambdaLR
-    assert type(copy.copy(schedule)) is torch.optim.lr_scheduler.LambdaLR
+    schedule.lr_lambdas = [abs]
+    for twin in (copy.deepcopy(schedule), copy.copy(schedule), pickle.loads(pickle.dumps(schedule))):
+        assert type(twin) is torch.optim.lr_scheduler.LambdaLR and twin.last_epoch == 2
     with pytest.raises(TypeError, match=r"ReduceLROnPlateau.step\(\) needs metrics"):
         scaler.follow(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
     with pytest.raises(TypeError, match="object has no step"):
@@ -245,6 +246,90 @@ def test_gradients_that_accelerate_clips_are_unscaled(precision: str) -> None:
         assert update == pytest.approx(0.5, rel=72 * 2**-24 + 1e-6) and 0.5 < norm < 1000
     finally:
         accelerate.state.AcceleratorState._reset_state(True)
+
+
+def accelerators() -> Any:
+    from accelerate import Accelerator
+
+    from amp_plugins.accelerate import protect
+
+    accelerator = Accelerator(cpu=True)
+    protect(accelerator)
+    accelerator.prepare(net())
+    return accelerator
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    "accelerate": accelerators,
+    "lightning": lambda: importlib.import_module("amp_plugins.lightning").AmpPrecision("16-mixed", "cpu"),
+    "fabric": lambda: importlib.import_module("amp_plugins.lightning").FabricPrecision("bf16-mixed", "cpu"),
+    "lightning's doctor": lambda: importlib.import_module("amp_plugins.lightning").LightningDoctor(after_skips=2),
+    "timm": lambda: importlib.import_module("amp_plugins.timm").NativeScaler("cpu", init_scale=4.0),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_what_plugins_make_can_be_copied_and_pickled(name: str, copied: Callable[[Any], Any]) -> None:
+    pytest.importorskip({"fabric": "lightning"}.get(name, name.split("'")[0]), reason="its plugin is for it")
+    import_torchvision()
+    made = MADE[name]()
+    twin = copied(made)
+    assert type(twin) is type(made)
+    if name == "accelerate":
+        assert twin.prepare_model.args[0] is twin
+        made.state._reset_state(True)
+    for each, other in ((made, twin), (getattr(made, "_scaler", made), getattr(twin, "_scaler", twin))):
+        if isinstance(scaler := getattr(each, "scaler", each), GradScaler):
+            got = getattr(other, "scaler", other)
+            assert (
+                (got is not scaler or twin is made)
+                and got.state_dict() == scaler.state_dict()
+                and got.is_trainers == scaler.is_trainers
+            )
+
+
+def test_a_doctor_is_not_copied_with_its_loop() -> None:
+    from amp_plugins.doctor import LoopDoctor
+
+    model, scaler = net(), GradScaler("cpu")
+    doctor = LoopDoctor(scaler, model)
+    with pytest.raises(TypeError, match="a LoopDoctor cannot be copied: make a new one"):
+        copy.deepcopy(doctor)
+    assert pickle.loads(pickle.dumps(scaler)).doctor is None
+
+
+def test_lightning_refuses_what_its_plugin_is_not_made_for() -> None:
+    pytest.importorskip("lightning", reason="amp_plugins.lightning is for it")
+    import_torchvision()
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    from amp_plugins.lightning import AmpPrecision
+
+    plugin = AmpPrecision("bf16-mixed", "cpu")
+    with pytest.raises(ValueError, match="the scaler is another trainer's: give each its own"):
+        AmpPrecision("bf16-mixed", "cpu", plugin.scaler)
+    with pytest.raises(ValueError, match=r"enabled=False, and precision='16-mixed': expected enabled=True"):
+        AmpPrecision("16-mixed", "cpu", copy.deepcopy(plugin.scaler))
+    with pytest.raises(ValueError, match="precision='16-true': expected one of 32-true, bf16-mixed, 16-mixed"):
+        AmpPrecision("16-true", "cpu")
+    with pytest.raises(ValueError, match="Received both `precision=16-mixed`"):
+        Trainer(accelerator="cpu", precision="16-mixed", plugins=[plugin], logger=False)
+    module = SimpleNamespace(_trainer=SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy)))
+    with pytest.raises(ValueError, match="DeepSpeedStrategy scales, clips and steps by itself"):
+        plugin.connect(module, [], [])
+
+
+@pytest.mark.parametrize("optim", ["lomo", "galore_adamw_layerwise"])
+def test_the_hf_trainer_refuses_optimizers_that_step_in_the_backward_pass(optim: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="amp_plugins.huggingface is for it")
+    import_torchvision()
+    from amp_plugins.huggingface import SafeTrainer
+
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", optim=optim)
+    with pytest.raises(ValueError, match=rf"optim='{optim}' steps in the backward pass"):
+        SafeTrainer(net(), arguments)
 
 
 def test_accelerate_is_protected_once_and_refuses_what_steps_by_itself() -> None:
