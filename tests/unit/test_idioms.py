@@ -433,7 +433,8 @@ def on_a_rank(rank: int, wrapper: str) -> dict[str, list[Tensor]]:
             loop, (idiom, options, _) = Loop(mode, wrap=wrap), IDIOMS[name]
             found[f"{mode}, {name}"] = [*idiom(loop, **options), torch.tensor(scale_of(loop))]
             if mode == "plugin":
-                twins = [Loop(by, wrap=wrap, healthy=True) for by in ("torch", "plugin")]
+                fused = "FSDP2" not in wrapper  # torch has no fused SGD of shards
+                twins = [Loop(by, fused, wrap, healthy=True) for by in ("torch", "plugin")]
                 right, got = ([*idiom(twin, **options), torch.tensor(scale_of(twin))] for twin in twins)
                 assert all(map(torch.equal, right, got)), name
     return found
