@@ -117,11 +117,11 @@ def layouts() -> str:
     """The table of modes and layouts: yes, or the reason why a configuration is refused."""
     lines = ["| mode | " + " | ".join(LAYOUTS) + " |", "| --- |" + " --- |" * len(LAYOUTS)]
     extra = {"hsdp": ["layout.shard_size=2"], "model_parallel": ["layout.num_stages=2"]}
+    nodes = {layout: compose([f"layout={layout}", *extra.get(layout, [])])["layout"] for layout in LAYOUTS}
     for mode in MODES:
-        cells = []
+        cells, values = [], compose(f"amp={mode}".split())
         for layout in LAYOUTS:
-            values = compose([f"layout={layout}", *f"amp={mode}".split(), *extra.get(layout, [])])
-            problems = validate(values)[1]
+            problems = validate(values | {"layout": nodes[layout]})[1]
             cells.append(problems[0].split(": ", 1)[1].split(";")[0] if problems else "yes")
         lines.append(f"| `{mode}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)

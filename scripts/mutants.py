@@ -167,7 +167,7 @@ if "AMP_MUTANTS_MAP" in os.environ:
 
 
 def run_tests(tree: Path, arguments: list[str], seconds: float = SECONDS, **variables: str) -> tuple[int, str]:
-    """Exit code (-1: out of time) and output of the fast tests named, in a fork that has imported torch already."""
+    """Exit code (-1: out of time) and output of the tests named, all rows of their tables, in a fork that has torch."""
     with tempfile.TemporaryFile("w+") as output:
         child = os.fork()
         if child == 0:
@@ -179,7 +179,7 @@ def run_tests(tree: Path, arguments: list[str], seconds: float = SECONDS, **vari
                 os.dup2(output.fileno(), 2)
                 os.environ |= {"PYTHONPATH": f"{tree}:{tree}/scripts", "OMP_NUM_THREADS": "1", **variables}
                 sys.path[:0] = [str(tree), f"{tree}/scripts"]
-                code = pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments])
+                code = pytest.main(["-q", "-m", "not slow or one_in", "-p", "no:cacheprovider", *arguments])
             except BaseException:
                 traceback.print_exc()
             finally:

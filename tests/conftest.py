@@ -5,7 +5,9 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,9 @@ from amp_core.run.teardown import end_process_group
 
 _stderr = 2
 os.environ.pop("FORCE_COLOR", None)  # tests compare what is printed
+# Else pytest rewrites every test file in each worker, and the processes that tests start compile all that they import.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -43,6 +48,19 @@ def pytest_configure(config: pytest.Config) -> None:
     global _stderr
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         _stderr = os.dup(2)  # what the watchdog writes is not captured: it would be lost
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not ask for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`one_in(n)`: of a test's rows every n-th is in `make test`, the first of them too; the others become slow."""
+    seen = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark and not item.get_closest_marker("slow"):
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % mark.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[name] += 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -112,9 +112,12 @@ def refuse_secret(override: str) -> str | None:
 
 def secrets_in(values: Any) -> Iterator[str]:
     """The keys of a nested configuration whose values hold a secret, such as one taken from the environment."""
-    for here, key, value in items_of(values):
-        text = "" if isinstance(value, dict | list) else str(value)
-        if holds_secret(f"{key}\n{text}") or (_NAME.search(key) and re.fullmatch(f"{_RANDOM}{{12,}}", text)):
+    items = [(here, key, "" if isinstance(v, dict | list) else str(v)) for here, key, v in items_of(values)]
+    is_any = holds_secret("\n".join(f"{key}\n{text}" for _, key, text in items))  # one search for all
+    for here, key, text in items:
+        if (is_any and holds_secret(f"{key}\n{text}")) or (
+            _NAME.search(key) and re.fullmatch(f"{_RANDOM}{{12,}}", text)
+        ):
             yield here
 
 

@@ -96,7 +96,7 @@ def examine_planted(fault, mended, settings):
         return examine(fault.recipe, settings, fault.step)
 
 
-@pytest.mark.parametrize("fault", rows(FAULTS, every=12), ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", rows(FAULTS, every=30), ids=lambda fault: fault.name)
 def test_a_planted_fault_is_located_classified_and_cured(fault: Fault):
     finite, diagnosis = examine_planted(fault, False, fault.settings)
     # Lost positions are numbers like any other; that they are lost is shown below.

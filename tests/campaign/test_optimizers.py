@@ -274,7 +274,7 @@ def group() -> Iterator[None]:
 ROWS = [(package, wrapper) for package in PACKAGES for wrapper in wrappers_of(package)]
 
 
-@pytest.mark.parametrize("package, wrapper", rows(ROWS, ("torch.optim", "plain"), ("torch.optim", "PostLocalSGD")))
+@pytest.mark.parametrize("package, wrapper", rows(ROWS, ("torch.optim", "plain")))
 def test_it_is_the_same_loop_by_hand_or_refused_by_name(package: str, wrapper: str, tmp_path: Path) -> None:
     found = list(verdicts(package, wrapper, tmp_path))
     assert [row for row in found if row[2] == "wrong"] == []

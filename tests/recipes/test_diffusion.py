@@ -82,6 +82,7 @@ def test_a_perfect_network_denoises_and_the_weighted_loss_is_the_formula_of_the_
         assert torch.allclose(weighted_losses(Given(output), images, noise, levels(sigma)), expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sigma", LEVELS)
 def test_the_network_sees_variance_1_at_every_noise_level_and_its_gradient_is_that_of_float64(sigma: float) -> None:
     images, noise = digits()

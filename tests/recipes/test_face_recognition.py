@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAGIC = struct.pack("<I", 0xCED7230A)
 
 
+@pytest.mark.slow
 def test_no_two_identities_of_the_glyphs_look_alike():
     images, labels = draw_glyphs(32)
     assert images.dtype == np.uint8 and images.shape[1:] == (1, 32, 32)

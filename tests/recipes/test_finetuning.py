@@ -88,6 +88,7 @@ def test_islands_and_tied_embeddings_keep_fp32_weights() -> None:
     assert answers(net, BF16).isfinite().all()
 
 
+@pytest.mark.one_in(2)
 @needs("bitsandbytes")
 @pytest.mark.parametrize("kind, size, error", [("int8", 8, 2 / 127), ("nf4", 4, 0.16)])
 def test_a_quantised_base_has_its_bits_and_passes_gradients_to_adapters(kind: str, size: int, error: float) -> None:
@@ -168,6 +169,7 @@ def test_adapters_in_16_bits_stall(dtype: torch.dtype) -> None:
     assert moved[0] == pytest.approx(20, rel=100 * torch.finfo(FP32).eps / spacing) and moved[1] == 0
 
 
+@pytest.mark.one_in(2)
 @needs("peft")
 @HALF
 def test_the_adapters_of_peft_compute_the_same_and_would_be_16_bit(dtype: torch.dtype) -> None:
@@ -223,6 +225,7 @@ def run(folder: str, *overrides: str, code: int = 0) -> str:
     return folder
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_base_is_refused(capsys: Any) -> None:
     run("a", "steps=2", "amp=bf16")
     run("b", "steps=1", "seed=1")

@@ -36,6 +36,7 @@ def test_two_ranks_agree_with_one(mode):
         assert a["loss"] == pytest.approx(b["loss"], rel=unit)
 
 
+@pytest.mark.slow
 def test_every_mode_goes_on_from_every_other(capsys):
     order = ["fp32", "o2", "bf16_pure", "fp8", "o3", "bf16", "o1", "bf16_pure", "fp16", "o2", "o0"]
     for number, mode in enumerate(order, 1):

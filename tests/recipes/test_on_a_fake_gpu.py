@@ -159,6 +159,7 @@ def test_a_training_step_stays_on_a_fake_gpu(recipe: str, mode: str) -> None:
     assert steps(recipe, mode, CUDA) > 100
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("mode", ["fp32", "fp16"])
 @pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - WAITS - {"custom_function"}))  # that one: CPU and CUDA only
 def test_a_training_step_with_its_backward_passes_stays_on_meta(recipe: str, mode: str) -> None:

@@ -183,7 +183,9 @@ UNBALANCED += ["recipe.class_weights=balanced", "recipe.metrics=[accuracy,f1,aur
 SERIES = ["data.path=x.csv", "data.target=price", "data.leave_out=[colour,kind]", "data.window=5", "data.horizon=2"]
 
 
-@pytest.mark.parametrize("settings", [UNBALANCED, SERIES], ids=["unbalanced", "series"])
+@pytest.mark.parametrize(
+    "settings", [UNBALANCED, pytest.param(SERIES, marks=pytest.mark.slow)], ids=["unbalanced", "series"]
+)
 def test_a_run_that_stops_in_an_epoch_resumes_bit_exactly_with_any_workers(settings: list[str]) -> None:
     Path("x.csv").write_text(TABLE)
     whole = run("whole", "steps=40", "schedule.horizon=40", *settings)

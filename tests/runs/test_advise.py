@@ -215,6 +215,7 @@ def test_slow_data_and_islands_of_a_run_are_found(own_folder, monkeypatch, capsy
     assert ("no units" in "".join(found)) is not cpu_has("bfloat16")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("steps, recorded", [(9, "steps_6_to_7"), (6, "steps_6_to_6"), (5, "")])
 def test_steps_of_a_run_are_profiled(own_folder, steps: int, recorded: str) -> None:
     assert main([*SMALL_RUN, "run_dir=run", f"steps={steps}", "perf.profile=2"]) == 0

@@ -282,8 +282,8 @@ def test_the_jobs_of_a_sweep_share_what_hydra_composes(own_folder, monkeypatch):
     monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
     monkeypatch.setattr(train, "_launch", first_job)
     compose._read.cache_clear()
-    sweep = ["-m", "hydra.sweep.dir=s", "amp=fp16,bf16", "optimizer.lr=0.1,0.2,0.3,0.4,0.5", "seed=range(20)"]
-    assert len(train._plan_sweep(sweep[1:])[0].jobs) == 200 and train.main(sweep) == 130
+    sweep = ["-m", "hydra.sweep.dir=s", "amp=fp16,bf16", "optimizer.lr=0.1,0.2", "seed=range(4)"]
+    assert len(train._plan_sweep(sweep[1:])[0].jobs) == 16 and train.main(sweep) == 130
     # The sweep and two modes here; by Hydra the sweep, when it is read and when it is run, and the first job. Each
     # takes a tenth of a second and more.
     assert len(composed) <= 3 + 4
@@ -342,6 +342,7 @@ STARTS = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("arguments, code, said", STARTS, ids=lambda value: ascii(value))
 def test_a_process_ends_with_its_code_and_creates_nothing(arguments, code, said, tmp_path):
     encoded = [os.fsencode(str(ROOT / text) if text == "train.py" else text) for text in arguments]

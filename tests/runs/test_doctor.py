@@ -203,6 +203,7 @@ def test_a_scale_at_its_floor_calls_it(tmp_path, monkeypatch, capsys):
     assert "steps are still skipped" in line and "forward" not in line  # a root may as well have an infinite derivative
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("held", [True, False])
 def test_training_that_diverges_is_not_healed(held, tmp_path, monkeypatch):
     """A learning rate of 300: islands would be made again and again."""
@@ -223,6 +224,7 @@ def test_training_that_diverges_in_fp32_is_not_said_to_do_so_without_autocast(tm
     assert report["cause"] == "training diverges" and "But the loss of this window is" in report["why"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -278,6 +280,7 @@ class BadInOneWorker:
         return images, *rest
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("first", [0, 3])
 def test_data_that_differ_by_worker_are_told_from_bad_data(first, tmp_path, monkeypatch):
     """Worker 1 loads every second batch, from where the run resumed."""
@@ -321,6 +324,7 @@ PURE = [["amp=bf16_pure", f"amp.update={update}"] for update in ("stochastic", "
 MODES = [["amp=fp32"], ["amp=bf16"], ["amp=fp16", "amp.init_scale=64"], ["amp=o2"], ["amp=o3"], ["amp=fp8"], *PURE]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", MODES, ids=" ".join)
 def test_nothing_is_found_in_a_healthy_step_of_any_mode(mode, tmp_path, monkeypatch, capsys):
     """Also the fp32 sides of 16-bit weights, which have no memory between steps, and results in float8."""

@@ -251,6 +251,7 @@ def is_taken(step):
     return bool(report.taken & loss.isfinite())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend, fix", [(wide_again, "keep"), (in_half, None), ("aot_eager", "torch._functorch")])
 def test_a_fix_is_tried_in_compiled_code(backend, fix, as_torch_compiles):
     """aot_eager, as inductor, computes the backward pass of an island in 16 bits if nobody says otherwise."""

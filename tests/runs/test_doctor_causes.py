@@ -231,6 +231,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
 @pytest.mark.parametrize("row", ROWS, ids=range(len(ROWS)))
 def test_causes_are_told_apart(row):

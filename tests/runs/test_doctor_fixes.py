@@ -223,6 +223,7 @@ class LouderByStep(nn.Module):
         return x * factor / factor
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [fixes.STEPS, 1])
 def test_a_run_is_healed_once_of_what_breaks_one_step_after_another(steps, tmp_path, monkeypatch):
     build = recipes.classification.build_model

@@ -59,6 +59,7 @@ def close(a, b):
     assert (a - b).abs().max() < 64 * torch.finfo(torch.float32).eps * b.abs().max()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options, more",
     [(TINY, []), (GPT2, ["ema.decay=0.5"]), (GPT2 | {"bias": False, "tied": False}, ["checkpoint=sharded"])],
@@ -83,6 +84,7 @@ def test_our_gpt_is_a_network_of_transformers_with_its_logits_and_a_tokenizer_of
     assert tokenizer(text)["input_ids"] == list(text.encode()) and tokenizer.decode(list(text.encode())) == text
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing:FutureWarning"
 )  # peft asks transformers by the old name
@@ -186,7 +188,8 @@ print(json.dumps(about))
 """
 
 
-@pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("to", ["pt2", "onnx"])
+@pytest.mark.slow
 def test_a_graph_has_the_logits_of_the_averages_and_says_what_it_needs_without_this_project(to, capsys):
     for package in ["onnx", "onnxscript", "onnxruntime"] if to == "onnx" else []:
         pytest.importorskip(package, reason="needs the extra onnx")
@@ -275,6 +278,7 @@ def test_what_leaves_of_an_optimizer_with_an_average_of_its_own_is_what_was_eval
     assert any(not torch.equal(state[name], value) for name, value in load("a/export/model.safetensors").items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tokenizer", ["bytes", "null"])
 def test_a_run_without_its_training_data_exports_and_continues_prompts(tokenizer, capsys):
     Path("book.txt").write_text("def f(x):\n    return x\n" * 60)

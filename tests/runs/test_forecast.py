@@ -158,8 +158,10 @@ def test_healthy_networks_need_no_islands(recipe: str) -> None:
     "recipe, layer, power, islands",
     [
         ("classification", "3", 16, ["3"]),  # the normalisation after it makes it small again
-        ("segmentation", "narrow.0", 16, ["narrow.0", "up.0.0"]),  # the next layer's cast would overflow
-        ("language_model", "blocks.0.down", 20, ["blocks.0.down"]),
+        pytest.param(
+            "segmentation", "narrow.0", 16, ["narrow.0", "up.0.0"], marks=pytest.mark.slow
+        ),  # the next layer's cast would overflow
+        pytest.param("language_model", "blocks.0.down", 20, ["blocks.0.down"], marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_overflow_is_forecast(

@@ -121,7 +121,7 @@ NO_OTHER_WAY = {"perf.graph=maybe", "trainer.x=1"}
 """Those that only name what is valid."""
 
 
-@pytest.mark.parametrize("line", rows(WRONG, every=4))
+@pytest.mark.parametrize("line", rows(WRONG, every=16))
 def test_a_hint_that_is_followed_is_taken(line):
     arguments = line.split()
     for _ in range(2):
@@ -185,7 +185,7 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize("line", rows(WORKS, every=2))
+@pytest.mark.parametrize("line", rows(WORKS, every=8))
 def test_what_hydra_documents_works(line):
     assert refusal(line.split() if "'a b'" not in line else [line]) is None
 
@@ -417,6 +417,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("line", MISTAKES, ids=lambda line: line[:60])
 def test_a_mistake_is_answered_once_with_what_was_meant_and_with_nothing_else(line, own_folder, capsys):
     for name in ("train.bin", "train.jsonl", "train.parquet"):
@@ -557,6 +558,7 @@ ROWS += [
 ]
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("text, flags, said", ROWS, ids=range(len(ROWS)))
 def test_a_file_that_is_refused_is_answered_at_once_and_opens_nothing(text, flags, said, own_folder, capsys):

@@ -394,6 +394,7 @@ def masks(root):
     return [*IMAGES, "recipe=segmentation", "data=mask_folder", f"data.path={root}"]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("make, place", [(class_folders, "val/a"), (identities, "a"), (masks, "val/masks")])
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket", "loop of links"])
 def test_what_is_no_file_among_images_is_named_or_left_out(make, place, kind, tmp_path, capfd):
@@ -448,6 +449,7 @@ def test_images_to_predict_are_found_as_those_of_a_data_set(tmp_path):
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_what_stands_in_place_of_a_prediction_is_replaced(kind, tmp_path):
     command = [*masks(tmp_path / "data"), f"run_dir={tmp_path / 'run'}"]

@@ -71,6 +71,7 @@ def test_tokens_that_mean_nothing_to_the_network_are_refused_with_what_to_do(typ
     assert said in capsys.readouterr().err and not Path("a").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_six_commands_lead_to_a_folder_that_generates_what_was_predicted(is_real, capsys):
     import_torchvision()  # transformers does so, which fails beside another build of torch

@@ -61,6 +61,7 @@ def test_a_start_from_the_checkpoint_of_another_folder_is_noticed_too():
         assert "threads=64" in line and "threads=1" in line and "cpu_capability" not in line
 
 
+@pytest.mark.slow
 def test_another_instruction_set_in_a_second_process():
     assert train.main([*SMALL, "steps=2"]) == 0
     here = json.loads(Path("a/environment.json").read_text())["cpu_capability"]
@@ -74,6 +75,7 @@ def test_another_instruction_set_in_a_second_process():
     assert f"cpu_capability={here}" in line and f"cpu_capability={there}" in line
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("by", [-1.0, -1e9, 4e7])
 def test_a_clock_that_is_set_changes_neither_results_nor_rates(by, monkeypatch):
     """Set within the second of two parts of a run, of which each writes checkpoints."""

@@ -51,6 +51,7 @@ def held_out(folder="a"):
     return data.__getitems__([(index, 0) for index in range(len(data))])
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("recipe", PREDICTS)
 def test_every_sample_is_predicted_twice_alike_and_the_run_stays_as_it_is(recipe):
     run(recipe, "a", "steps=2", "amp=bf16")
@@ -119,6 +120,7 @@ def test_a_folder_of_images_gives_what_the_same_images_give_as_evaluation_data()
     assert not Path("c").exists()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", ["classification", "segmentation"])
 def test_an_image_that_cannot_be_read_gets_a_line_with_its_error_and_the_others_are_predicted(recipe, capsys):
     """Cut off, a whole batch of them, no image, and files that make Pillow's readers raise what is no OSError."""
@@ -246,7 +248,7 @@ def runs_of(own_folder, monkeypatch):
     return train_and_move
 
 
-@pytest.mark.parametrize("recipe", rows(RUNS, "classification", "mine", "language_model"))
+@pytest.mark.parametrize("recipe", rows(RUNS, "mine"))
 def test_a_run_that_was_moved_is_evaluated_and_predicts_from_another_folder_by_its_own_settings(
     recipe, runs_of, capsys
 ):
@@ -303,6 +305,7 @@ def test_training_is_not_resumed_where_classes_have_moved(capsys):
     assert train.main([*command, "steps=2", "run_dir=it", "allow_changes=true"]) == 0
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_is_evaluated_by_the_name_of_its_folder(capsys):
     small = [each for each in arguments("classification", "steps=1") if "run_dir" not in each]
     assert train.main(["-m", *small, "hydra.sweep.dir=s", "amp=fp32,fp16", "seed=1,2"]) == 0
@@ -322,6 +325,7 @@ def test_a_run_whose_recipe_is_not_known_names_the_folder_of_it(runs_of, capsys,
     assert f"recipe=mine, which is not known here; add --config-dir {flag.partition('=')[2]}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_without_its_settings_names_the_command_that_resumes_it(runs_of, capsys, monkeypatch):
     runs_of("classification")
     capsys.readouterr()
@@ -334,6 +338,7 @@ def test_a_run_without_its_settings_names_the_command_that_resumes_it(runs_of, c
     assert train.main([*typed, "steps=3"]) == 0 and summary(command[-1].partition("=")[2])["step"] == 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_alone_names_settings_that_it_takes(runs_of, capsys, monkeypatch):
     """Another group and other options, without the settings of its run beside it."""
     runs_of("mine")
@@ -357,6 +362,7 @@ WRONG += [
 ]
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("key, value", WRONG, ids=str)
 def test_counts_that_no_run_has_written_are_refused(key, value, trained, capsys):
     state = torch.load(trained, weights_only=True)

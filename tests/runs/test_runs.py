@@ -258,6 +258,7 @@ def test_another_length_than_that_of_the_schedule_is_said(steps, note, capsys):
     assert note in out and ("schedule's" in out or "the schedule keeps" in out) is bool(note)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", ["classification", "gan"])
 def test_the_lines_of_an_interrupted_run_are_those_of_one_that_was_not(recipe, monkeypatch):
     """Killed or stopped between log lines, where an evaluation is due, and in one; the cadences are coprime."""
@@ -388,6 +389,7 @@ def test_ranks_evaluate_the_model_that_is_saved(capsys):
         assert f"{name} {value:.4f}" in printed
 
 
+@pytest.mark.slow
 def test_a_failing_rank_is_started_again_as_often_as_allowed_and_then_named_once():
     settings = ["layout=ddp", "layout.nproc_per_node=2", "layout.max_restarts=1", "data.num_workers=0"]
     process = start("run_dir=a", *settings, "steps=1000000", "save_every=5")

@@ -71,9 +71,7 @@ ENTRANCES = {
 }
 
 
-@pytest.mark.parametrize(
-    "entrance", rows(ENTRANCES, "run folder", "taken by a known key", "taken by the folder of a sweep")
-)
+@pytest.mark.parametrize("entrance", rows(ENTRANCES, "taken by a known key"))
 def test_a_secret_in_a_setting_is_refused_unseen(entrance, monkeypatch, capfd):
     """Exit code 2, one message, nothing created, and none of its bytes in what is said. Every kind."""
     Path("../own/experiment").mkdir(parents=True)

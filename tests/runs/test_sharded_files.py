@@ -39,6 +39,7 @@ def save_twice(rank: int, folder: str, format: str) -> None:
         Parts(float(step)).checkpoint(Path(folder), writer=rank == 0, format=format).save(step)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_damage_of_any_file_is_accepted_and_the_one_before_is_used(
     format: str, tmp_path: Path, on_ranks: OnRanks

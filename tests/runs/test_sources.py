@@ -44,6 +44,7 @@ NAMED = {
 PLACES = {"begun": "the run has saved no checkpoint yet", "other": "holds neither a run nor a checkpoint"}
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("plan", [[], ["dry_run=true"]], ids=["run", "plan"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("setting", NAMED)
@@ -99,6 +100,7 @@ FOLDERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", FOLDERS)
 def test_files_are_predicted_alike_when_the_training_data_is_gone(recipe, capsys):
     data, folders = FOLDERS[recipe]

@@ -131,6 +131,7 @@ def test_folders_are_named_after_what_is_varied_and_stay_those_of_their_jobs():
     assert len(list(Path("s").iterdir())) == 5  # and .jobs
 
 
+@pytest.mark.slow
 def test_a_killed_job_fails_alone_and_a_signal_saves_the_others():
     settings = [*SMALL, "-m", "hydra.sweep.dir=s", "seed=1,2", "steps=1000000", "schedule=constant"]
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
@@ -202,6 +203,7 @@ def test_jobs_side_by_side_have_a_gpu_each_or_take_turns():
     assert {summary(Path("s", record["folder"]))["device"] for record in records} == {"cuda"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("search", [[], ["hydra/sweeper=optuna", "hydra.sweeper.num_trials=2"]], ids=["all", "search"])
 def test_a_second_sweep_in_a_folder_is_refused_before_it_changes_what_the_first_one_wrote(search, capsys):
     if search:
@@ -220,6 +222,7 @@ def test_a_second_sweep_in_a_folder_is_refused_before_it_changes_what_the_first_
     assert train.main(command) == 0
 
 
+@pytest.mark.slow
 def test_a_search_that_was_cut_off_tries_what_an_undisturbed_one_tries(capsys):
     optuna = pytest.importorskip("optuna")
     space = ["optimizer=sgd", "optimizer.lr=tag(log,interval(1e-3,1e15))", "accumulation=1,2", "steps=3"]
@@ -252,6 +255,7 @@ def test_a_search_that_was_cut_off_tries_what_an_undisturbed_one_tries(capsys):
     assert "holds another search" in capsys.readouterr().err
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name, make, optuna",
     [
@@ -296,6 +300,7 @@ def test_pages_show_the_numbers_of_the_record(results):
     assert "worse: custom_function" in texts[ROOT / "README.md"]
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", json.loads((ROOT / "docs" / "results.json").read_text()))
 def test_the_command_of_a_record_makes_its_runs(name, results):
     entry = results.load()[name]

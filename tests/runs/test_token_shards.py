@@ -48,6 +48,7 @@ def found(pattern):
     return [documents.read(i, 0, int(size)).tolist() for i, size in enumerate(documents.sizes)], shards
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form, num", [("nanogpt", 1), ("llmc", 2), ("npy", 2)])
 def test_shards_have_the_ids_of_the_tokenizer_alone_and_whole_documents(form, num, monkeypatch):
     monkeypatch.setattr(tokens, "_PART", 700)  # several parts
@@ -74,6 +75,7 @@ def _firsts(shards, documents):
     return [documents[start] for start in starts]
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_what_it_had_finished(monkeypatch):
     for n in range(12):
         Path(f"t/{n:02d}.txt").write_text("x = 1\n" * 20_000)

@@ -27,6 +27,7 @@ def arguments(values):
     return [*typed["args_no_hyphens"], *SWEEP["command"][4:]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("end", ["min", "max"])
 def test_what_an_agent_types_is_taken_at_both_ends_of_every_parameter(end):
     values = {

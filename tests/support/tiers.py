@@ -1,4 +1,7 @@
-"""Which rows of a table `make test` runs; the others carry the mark `slow` and are left to `make test-all`."""
+"""Which rows of a table `make test` runs; the others carry the mark `slow` and are left to `make test-all`.
+
+The mark `one_in` chooses among the rows of several tables at once, where no row stands for more than the others.
+"""
 
 from __future__ import annotations
 

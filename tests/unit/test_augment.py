@@ -53,6 +53,7 @@ def samples(cfg: DataConfig, size: int, workers: int, start: int = 0, stop: int 
         return [each for images, labels in batches for each in zip(images, labels, strict=True)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_sample_is_the_same_in_any_batch_worker_and_after_a_resume(name: str, folder: Path) -> None:
     cfg = config(folder, **SETTINGS[name])

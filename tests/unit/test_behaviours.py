@@ -107,6 +107,7 @@ GPUS = {"P100": (6, 0), "V100": (7, 0), "A100": (8, 0), "H100": (9, 0)}
 """Compute capabilities, as in NVIDIA's list of its GPUs."""
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_what_a_gpu_lacks_is_said_before_the_start(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensor Cores are in GPUs since 7.0, those of bfloat16 and TF32 since 8.0, of float8 since 8.9."""
@@ -139,6 +140,7 @@ def test_what_a_gpu_lacks_is_said_before_the_start(gpu: str, monkeypatch: pytest
 # --- every recipe ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(5)
 @RECIPE
 def test_a_recipe_keeps_the_order_of_a_step_and_evaluates_in_the_dtypes_of_training(recipe, own_folder, monkeypatch):
     events: list[str] = []

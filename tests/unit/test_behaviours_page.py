@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -50,8 +49,7 @@ ROWS = [
 
 
 def names_in(path: Path) -> set[str]:
-    functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
-    return {node.name for node in functions if node.name.startswith("test_")}
+    return set(re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE))
 
 
 TESTS = {path.name: names_in(path) for path in (ROOT / "tests").glob("*/test_*.py")}

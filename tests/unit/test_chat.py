@@ -147,6 +147,7 @@ def test_evaluation_has_its_own_file_or_the_end(chat, tmp_path):
 GOOD = line(CHATS[0])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "lines, template, problem",
     [
@@ -232,6 +233,7 @@ def test_ragged_chats_in_windows_have_the_gradients_of_one_batch(chat):
         assert weight.grad is not None and float((weight.grad - want).abs().max()) <= bound
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_prompt_is_that_of_transformers_and_a_bad_chat_costs_its_line_alone(chat, tmp_path, name, monkeypatch):
     monkeypatch.setattr("amp_core.data.chat._SECONDS", 1.0)

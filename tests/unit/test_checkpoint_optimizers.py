@@ -281,6 +281,7 @@ LOOPS = [("fp16", "AdamW"), ("bf16_pure", "AdamW"), ("bf16_pure", "Muon"), ("bf1
 LOOPS += [("o2", "Muon"), ("o2", "SGD"), ("o3", "AdamW"), ("o3", "SGD")]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("way", [{}, {"format": "sharded"}, {"background": True}], ids=str)
 @pytest.mark.parametrize("mode, optimizer", LOOPS)
 def test_a_plain_loop_resumes_with_its_counts(tmp_path: Path, mode: str, optimizer: str, way: dict[str, Any]) -> None:

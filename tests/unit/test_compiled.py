@@ -137,6 +137,7 @@ def test_compiled_is_eager_bit_for_bit(mode):
     assert type(net[1]).__name__ == "Block" and isinstance(net[1], Block)
 
 
+@pytest.mark.slow
 def test_a_backward_pass_is_compiled_outside_of_autocast():
     """torch traces it under the autocast of the forward pass, which makes 16-bit products of those of fp32 islands."""
 
@@ -212,6 +213,7 @@ class Untraceable(Block):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_traced_runs_eagerly_and_says_so_once(caplog, monkeypatch):
     monkeypatch.setitem(globals(), "Block", Untraceable)
     expected, compiler = trained(prepared("bf16"), "bf16", 1), Compiler("aot_eager")

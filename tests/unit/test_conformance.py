@@ -39,6 +39,7 @@ def table(*arguments: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_right_loop_passes_every_check() -> None:
     code, lines = table("--trainer", "by_hand")
     assert [line for line in lines[1:] if not line.startswith("passed ")] == []
@@ -51,6 +52,7 @@ def test_amp_core_passes_every_check() -> None:
     assert code == 0
 
 
+@pytest.mark.slow
 def test_each_broken_trainer_is_caught_by_what_should_catch_it() -> None:
     code = "print(json.dumps([[c.__name__, str(r)] for c, right in BROKEN.items() for r in amp_conformance.run(c(), sorted(right))"
     code += " if r.status not in ('failed', 'error')] + [len(BROKEN)]))"
@@ -80,6 +82,7 @@ def test_each_broken_trainer_is_caught_by_nothing_else() -> None:
     assert told(code) == []
 
 
+@pytest.mark.slow
 def test_a_trainer_that_raises_hangs_or_dies_does_not_stop_the_others() -> None:
     code = "names = ['zero gradients', 'processes skip together'];"
     code += "print(json.dumps([str(r) for c in (Raises, Hangs, Dies, ByHand)"
@@ -91,6 +94,7 @@ def test_a_trainer_that_raises_hangs_or_dies_does_not_stop_the_others() -> None:
     assert all(each.startswith("passed") for each in right) and len(right) == 2
 
 
+@pytest.mark.slow
 def test_a_trainer_that_changes_the_process_is_told_and_changes_no_other_check() -> None:
     code = "names = ['zero gradients', 'sparse gradients'];"
     code += "print(json.dumps([str(r) for r in amp_conformance.run(ChangesTheProcess, names)]))"
@@ -101,6 +105,7 @@ def test_a_trainer_that_changes_the_process_is_told_and_changes_no_other_check()
         assert "deterministic algorithms (False -> True)" in each and "matmul precision (highest -> medium)" in each
 
 
+@pytest.mark.slow
 def test_what_a_hanging_trainer_started_is_ended_with_it() -> None:
     code = """
 import os, select
@@ -174,6 +179,7 @@ def test_the_package_stands_alone() -> None:
     assert {name for name, imports in found.items() if imports} == {"ours.py", "plugged.py"}
 
 
+@pytest.mark.slow
 def test_the_line_of_the_page_reproduces_one_check() -> None:
     line = shlex.split(REPRODUCE.replace("NAME", "textbook").replace("CHECK", "a nan in fp32 reaches no weight"))
     assert f"`{REPRODUCE}` runs one check" in (ROOT / "docs" / "CONFORMANCE.md").read_text()

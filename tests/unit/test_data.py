@@ -68,7 +68,7 @@ AUGMENTED = ["mnist_subset", "synthetic", "cifar10", "image_folder", "brain", "d
 """Data sets whose training part is another in each epoch."""
 
 
-@pytest.mark.parametrize("name", [*AUGMENTED, "glyphs", "synthetic_identities"])
+@pytest.mark.parametrize("name", [*AUGMENTED, pytest.param("glyphs", marks=pytest.mark.slow), "synthetic_identities"])
 def test_a_sample_is_the_same_in_any_batch_bit_for_bit(name: str, folders: dict[str, DataConfig]) -> None:
     cfg = folders[name] if name in ("brain", "digit_scenes") else dataclasses.replace(folders[name], image_size=20)
     for data in (build_data(cfg, seed=1), build_data(dataclasses.replace(cfg, augment=False), seed=1)):

@@ -220,9 +220,8 @@ def test_a_sweep_of_checks_is_refused(capsys: Any) -> None:
     assert "leave out -m" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "number, code", [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_check_with_all_its_processes(number: int, code: int) -> None:
     """A terminal signals the whole group."""
     image_folder(False)

@@ -80,6 +80,7 @@ class Training:
         return report
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 @pytest.mark.parametrize("cls", OPTIMIZERS)
 @pytest.mark.parametrize("mode", MODES)
@@ -98,6 +99,7 @@ def test_a_step_stays_on_the_gpu(mode: str, cls: Any, clip: Clip | None) -> None
     assert gpu.num.get("aten._amp_update_scale_.default", 0) == (3 if amp_config(mode).scaling else 0)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 @pytest.mark.parametrize("cls", OPTIMIZERS)
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])

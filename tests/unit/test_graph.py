@@ -134,6 +134,7 @@ def computed(step, window):
     return step(window)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16", "o2", "bf16_pure", "fp8"])
 def test_a_played_step_is_the_step(mode, on_tape):
     """Twenty of them; one overflows, and one has another shape, which is computed between two that are played."""

@@ -377,6 +377,7 @@ def compare(found: Tensors, name: str) -> None:
 TRIED = [(name, mode) for name in IDIOMS for mode in (*MODES, "torch", "plugin") if (name, mode) not in NOT_BY_TORCH]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name, mode", TRIED)
 def test_an_idiom_is_plain_torch_in_float64(name: str, mode: str, fused: bool) -> None:

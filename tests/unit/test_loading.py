@@ -199,6 +199,7 @@ class Drawn(Slow):
         return [number for _ in keys for number in (random.random(), np.random.rand(), torch.rand(()).item())]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", [0, 2**40])
 @pytest.mark.parametrize("start", [0, 12, 990])
 def test_what_loading_draws_from_global_generators_is_decided_by_seed_and_samples(start: int, seed: int) -> None:

@@ -40,6 +40,7 @@ NETS: dict[str, tuple[Family, dict[str, Any], Any, Any]] = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("shape", [GRAY, (3, 32, 32), (4, 17, 23), (1, 8, 8), (4, 9, 5), (1, 96, 80)], ids=str)
 @pytest.mark.parametrize(
     "name, options",
@@ -64,6 +65,7 @@ def test_our_own_models_take_images_of_any_size(name: str, shape: ImageShape, op
         assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in net["discriminator"].modules())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, shape", [
     ("resnet18", GRAY),
     ("mobilenet_v3_small", COLOUR),

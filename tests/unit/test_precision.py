@@ -220,6 +220,7 @@ def run(mode: str, name: str, batches: list[Tensor], where: str = "batch", clip:
     return state, net
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("where", ["batch", "gradient"])
 @pytest.mark.parametrize("name", NO_TRACE)
 @every_mode

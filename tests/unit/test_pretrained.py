@@ -239,6 +239,7 @@ def test_a_key_that_takes_forever_to_hash_is_refused_at_once(is_old_format: bool
         loading.process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_folder")
 def test_tuples_that_are_shared_by_many_are_no_damage() -> None:
     shared = (0.9, 0.999)

@@ -71,6 +71,7 @@ def rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_schedule_is_torch_s_scheduler_stepped_on_taken_steps_only(name: str, kind: str) -> None:

@@ -259,6 +259,7 @@ SAID = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("line", SAID)
 def test_a_data_set_of_ones_own_is_a_file_beside_its_yaml(line: str, own_folder: Path, capsys: Any) -> None:
     text, said = SAID[line]

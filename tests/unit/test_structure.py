@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import amp_core
 from recipes import RECIPES
 
@@ -72,6 +74,7 @@ assert seen.item() == 1.0
 """
 
 
+@pytest.mark.slow
 def test_a_run_imports_what_it_uses_and_no_compiler(tmp_path):
     """Importing torch's compiler takes as long as importing torch; every optimizer would, when it is made."""
     code = START.replace("ROOT", str(ROOT))

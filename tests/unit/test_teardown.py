@@ -80,6 +80,7 @@ def test_errors_survive_the_way_out_of_a_process(error):
     assert type(found) is type(error) and str(found) == str(error) and vars(found) == vars(error)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_nccl_is_aborted_after_an_error_that_its_ranks_do_not_share(interrupted, alive_at_the_end, monkeypatch):
     name, aborted = "torch.distributed.distributed_c10d._abort_process_group", []

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from running import refused_before_the_start, state, summary
 from shared import data_config
-from tiers import rows
 from torch import Tensor, nn
 
 import train
@@ -280,8 +279,9 @@ def test_default_targets_are_the_linear_layers_of_the_blocks_and_merge(config: d
     assert (plain(tokens()) - net(tokens())).norm() <= 100 * 2**-23 * before.norm() < (before - net(tokens())).norm()
 
 
+@pytest.mark.slow
 @needs_hf
-@pytest.mark.parametrize("adapter, layout", rows(itertools.product(["lora", "none"], LAYOUTS), ("lora", "fsdp")))
+@pytest.mark.parametrize("adapter, layout", [*itertools.product(["lora", "none"], LAYOUTS)])
 def test_a_fine_tune_over_ranks_equals_that_of_one(adapter: str, layout: str) -> None:
     """With SGD, updates are gradients: two ranks add in another order, of at most 2^10 numbers, in fp32."""
     torch.manual_seed(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,11 +44,17 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def own_names() -> set[str]:
     """What this project itself gives a private name."""
     found: set[str] = set()
     for path in [*CODE, *TOOLS]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -61,14 +68,12 @@ def own_names() -> set[str]:
     return {name for name in found if is_private(name)}
 
 
+@functools.cache
 def torchs_names() -> set[str]:
     """Private attributes of the objects of torch that are used most: on these, a name is torch's, though we have it."""
     weight = nn.Parameter(torch.ones(1))
     objects = [nn.Linear(1, 1), weight, weight.exp().grad_fn, torch.optim.SGD([weight])]
     return {name for each in objects for name in dir(each) if is_private(name)}
-
-
-OWN, TORCHS = own_names(), torchs_names()
 
 
 def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -101,14 +106,14 @@ def uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, ".".join([start, *reversed(parts)])
             elif is_private(node.attr):
                 ours = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "own")
-                if node.attr not in OWN or (node.attr in TORCHS and not ours):
+                if node.attr not in own_names() or (node.attr in torchs_names() and not ours):
                     yield node.lineno, f".{node.attr}"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
             name = node.args[1]
-            if isinstance(name, ast.Constant) and is_private(name.value) and name.value not in OWN:
+            if isinstance(name, ast.Constant) and is_private(name.value) and name.value not in own_names():
                 yield node.lineno, f".{name.value}"
         elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Constant) and isinstance(node.left.value, str):
-            if is_private(node.left.value) and node.left.value not in OWN and not node.left.value.endswith("_"):
+            if is_private(node.left.value) and node.left.value not in own_names() and not node.left.value.endswith("_"):
                 yield node.lineno, f".{node.left.value}"
         elif isinstance(node, ast.Constant) and TEXT.fullmatch(str(node.value)):
             yield node.lineno, node.value
@@ -121,7 +126,7 @@ def is_named(name: str) -> bool:
 
 
 def test_every_private_name_of_torch_is_in_the_table() -> None:
-    found = [(path, *use) for path in [*CODE, *TOOLS] for use in uses(ast.parse(path.read_text()))]
+    found = [(path, *use) for path in [*CODE, *TOOLS] for use in uses(tree_of(path))]
     assert len(found) > len(NAMES)
     unknown = [f"{path.relative_to(ROOT)}:{line}: {name}" for path, line, name in found if not is_named(name)]
     assert not unknown, f"{unknown}: name them in amp_core/torch_private.py, with the public way"
@@ -130,7 +135,7 @@ def test_every_private_name_of_torch_is_in_the_table() -> None:
 def test_a_run_looks_them_up_in_one_place() -> None:
     """Elsewhere they are text, handed to `find`, or attributes of objects."""
     for path in CODE:
-        for line, name in uses(ast.parse(path.read_text())):
+        for line, name in uses(tree_of(path)):
             if path != DOOR and name.startswith("torch."):
                 assert f'"{name}' in path.read_text().splitlines()[line - 1], f"{path.name}:{line}: {name}"
 
@@ -159,6 +164,7 @@ STEPS += ["torch.autograd.graph._engine_run_backward", "torch.autograd.profiler.
 STEPS += ["torch.nn.Module._buffers", "torch.nn.Module._non_persistent_buffers_set"]
 
 
+@pytest.mark.slow
 def test_a_step_without_any_of_them_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     """All at once; tests/campaign/test_without_names.py removes each name by itself."""
     together = " ".join(STEPS)

@@ -125,6 +125,7 @@ DEAD = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", DEAD)
 def test_a_dead_wandb_is_one_warning_and_training_goes_on(what, tmp_path, offline, capsys, monkeypatch):
     if what == "silent server":

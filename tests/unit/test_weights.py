@@ -175,6 +175,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("mode", SIXTEEN)
