@@ -287,7 +287,7 @@ def bad_on_rank_1():
 WINDOW = ("accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9")
 HEALTHY = [
     *((recipe, "amp=fp32") for recipe in ("contrastive", "gan", "segmentation")),
-    *((recipe, "amp=bf16", *WINDOW) for recipe in sorted(RECIPES)),
+    *((recipe, "amp=bf16", *WINDOW) for recipe in sorted(RECIPES)[::3]),
     *((recipe, "amp=fp16") for recipe in sorted(RECIPES)),
     *((recipe, "amp=fp16", "amp.init_scale=256", *WINDOW) for recipe in sorted(RECIPES)),
     ("language_model", "amp=bf16", "model.options.positions=alibi"),
