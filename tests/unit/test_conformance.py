@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
 import random
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from running import Forked
 
-from amp_conformance.__main__ import REPRODUCE
+from amp_conformance.__main__ import REPRODUCE, main
 from amp_conformance.networks import apart, mean, numbers
 from amp_conformance.task import Batch
+from amp_core.vision import import_torchvision
+
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOW = "import json, sys; sys.path.insert(0, 'tests/support'); import amp_conformance; from broken_trainers import *;"
 SHOW += "from broken_trainers import BROKEN; from amp_conformance.trainers.by_hand import ByHand;"
 
 
+def forked(act: Callable[[], int]) -> tuple[int | None, str, str]:
+    """Exit code, output and messages of a process that has imported torch and run nothing.
+
+    Checks fork, and this process may have threads.
+    """
+    process = Forked(_in_root, act)
+    said = process.communicate(timeout=280)[0]
+    return process.returncode, Path("printed").read_text(), said
+
+
+def _in_root(act: Callable[[], int]) -> int:
+    with Path("printed").open("w") as file, contextlib.redirect_stdout(file):
+        os.chdir(ROOT)
+        return act()
+
+
 def told(code: str) -> object:
-    """The JSON that a fresh process prints: checks fork, and this one may have threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", SHOW + "\n" + code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """The JSON that code prints."""
+    status, printed, said = forked(partial(_execute, SHOW + "\n" + code))
+    assert status == 0, said
+    return json.loads(printed)
 
 
-def table(*arguments: str) -> tuple[int, list[str]]:
+def _execute(code: str) -> int:
+    exec(code, {"__name__": "__main__"})
+    return 0
+
+
+def table(*arguments: str) -> tuple[int | None, list[str]]:
     """Exit code and lines of the command line."""
-    command = [sys.executable, "scripts/conformance.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout.splitlines()
+    status, printed, _ = forked(partial(_conformance, arguments))
+    return status, printed.splitlines()
+
+
+def _conformance(arguments: Sequence[str]) -> int:
+    import_torchvision()  # as scripts/conformance.py
+    return main(arguments)
 
 
 @pytest.mark.slow
@@ -123,27 +154,19 @@ print(len(select.select([here], [], [], 10)[0]))
 
 
 def test_an_unknown_trainer_is_refused_in_a_sentence() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "amp_conformance", "--trainer", "fabrik"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert "error: --trainer fabrik: " in done.stderr and "expected one of by_hand, textbook" in done.stderr
+    status, printed, said = forked(partial(main, ["--trainer", "fabrik"]))
+    assert status == 2 and printed == ""
+    assert "error: --trainer fabrik: " in said and "expected one of by_hand, textbook" in said
 
 
 def test_the_example_of_the_page_runs() -> None:
     page = (ROOT / "docs" / "CONFORMANCE.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = dict(reversed(line.split(maxsplit=1)) for line in done.stdout.splitlines())  # type: ignore[arg-type]
+    status, printed, said = forked(partial(_execute, example))
+    assert status == 0, said
+    found = dict(reversed(line.split(maxsplit=1)) for line in printed.splitlines())  # type: ignore[arg-type]
     assert found["accumulation equals a larger batch"] == "passed"
-    assert any(
-        line.startswith("failed") and "a nan in bf16 reaches no weight" in line for line in done.stdout.splitlines()
-    )
+    assert any(line.startswith("failed") and "a nan in bf16 reaches no weight" in line for line in printed.splitlines())
 
 
 @pytest.mark.parametrize(
