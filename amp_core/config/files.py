@@ -149,9 +149,7 @@ def parse_own_yaml(text: str) -> Any:
 
 def parse_yaml(text: str) -> Any:
     """Plain data of YAML text; nothing is resolved, nothing executed. A damaged text raises the parser's own kinds."""
-    with contextlib.suppress(
-        Exception
-    ):  # libyaml is ten times as fast; what it refuses, PyYAML refuses in its own words
+    with contextlib.suppress(Exception):  # libyaml is ten times as fast; what it refuses is refused in PyYAML's words
         return _loader("CSafeLoader")(text).get_single_data()
     return _loader()(text).get_single_data()
 

@@ -115,9 +115,8 @@ def secrets_in(values: Any) -> Iterator[str]:
     items = [(here, key, "" if isinstance(v, dict | list) else str(v)) for here, key, v in items_of(values)]
     is_any = holds_secret("\n".join(f"{key}\n{text}" for _, key, text in items))  # one search for all
     for here, key, text in items:
-        if (is_any and holds_secret(f"{key}\n{text}")) or (
-            _NAME.search(key) and re.fullmatch(f"{_RANDOM}{{12,}}", text)
-        ):
+        named = _NAME.search(key) and re.fullmatch(f"{_RANDOM}{{12,}}", text)
+        if named or (is_any and holds_secret(f"{key}\n{text}")):
             yield here
 
 
