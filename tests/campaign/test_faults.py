@@ -50,6 +50,7 @@ def test_a_signal_ends_ranks_of_which_one_or_its_data_worker_is_stopped(case, wh
     assert part["counts"][f"signals to launchers with a stopped {who}"] == 1
 
 
+@pytest.mark.slow
 def test_every_part_is_in_a_group_and_on_the_page():
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "faults.py", "--only", "nothing"], capture_output=True, text=True

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import rows
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.optim import Optimizer
@@ -274,7 +273,8 @@ def group() -> Iterator[None]:
 ROWS = [(package, wrapper) for package in PACKAGES for wrapper in wrappers_of(package)]
 
 
-@pytest.mark.parametrize("package, wrapper", rows(ROWS, ("torch.optim", "plain")))
+@pytest.mark.slow
+@pytest.mark.parametrize("package, wrapper", ROWS)
 def test_it_is_the_same_loop_by_hand_or_refused_by_name(package: str, wrapper: str, tmp_path: Path) -> None:
     found = list(verdicts(package, wrapper, tmp_path))
     assert [row for row in found if row[2] == "wrong"] == []

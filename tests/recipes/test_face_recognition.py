@@ -264,6 +264,7 @@ def test_pairs_are_all_that_there_are_and_right():
         choose_pairs(np.arange(5))
 
 
+@pytest.mark.slow
 def test_metrics_are_what_their_definitions_say():
     labels = torch.arange(60).repeat_interleave(5)
     centres = torch.randn(60, 16)

@@ -242,6 +242,7 @@ def test_an_adapter_of_another_base_is_refused(capsys: Any) -> None:
     assert not Path("a/base.pt").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_trained_its_base_goes_on_as_one_that_was_given_it() -> None:
     settings = ["amp=bf16", "schedule.horizon=3", "ema.decay=0.5"]
     run("whole", "steps=3", *settings)

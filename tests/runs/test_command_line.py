@@ -213,6 +213,7 @@ def test_another_name_drops_the_options_that_a_file_brought_and_keeps_those_that
     assert getattr(cfg, group).options == options
 
 
+@pytest.mark.slow
 def test_glob_chooses_options_and_a_pattern_without_any_is_refused(tmp_path, own_folder, capsys):
     planned, _, _ = train._plan_sweep(["amp=glob(fp*,exclude=*_*)", "recipe=glob(c*)"])
     chosen = [[f"amp={a}", f"recipe={b}"] for a in ("fp16", "fp32", "fp8") for b in ("classification", "contrastive")]

@@ -112,6 +112,7 @@ class Alternating(nn.Linear):
         return super().forward(x) * (1.0 if self.count % 2 else float("nan"))
 
 
+@pytest.mark.slow
 def test_watching_never_waits_between_log_lines(tmp_path):
     """A longer run reads back as often more with a doctor as without."""
     counts = {}

@@ -503,6 +503,7 @@ def test_samples_that_a_step_takes_twice_are_said(capsys):
     assert "samples of a data set" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_sweep_over_nothing_is_said(capsys):
     small = [*IMAGES.split(), "steps=1", "log.progress=false", "hydra.sweep.dir=s", "-m"]
     assert train.main(small) == 0 and "-m: one job, since no setting has several values" in capsys.readouterr().out

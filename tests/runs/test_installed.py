@@ -98,6 +98,7 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_message(spoil, said, own
     assert sorted(path for path in own_folder.rglob("*") if "__pycache__" not in path.parts) == before
 
 
+@pytest.mark.slow
 def test_the_library_imports_torch_and_numpy_and_a_reader_of_yaml_alone():
     code = """
 import sys

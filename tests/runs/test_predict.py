@@ -290,6 +290,7 @@ def test_what_is_typed_takes_the_place_of_the_setting_of_a_run_and_is_said(runs_
     assert capsys.readouterr().err.endswith("It was made with other settings; leave out model.options.width\n")
 
 
+@pytest.mark.slow
 def test_training_is_not_resumed_where_classes_have_moved(capsys):
     """A renamed folder gives others their numbers: the outputs of the network would get other meanings."""
     make_data("pets", "image_folder")

@@ -56,6 +56,7 @@ def test_a_run_that_goes_on_is_shown_so_far(tmp_path):
     assert "bf16, seed 4: running" in page and "stroke-dasharray" in page
 
 
+@pytest.mark.slow
 def test_many_runs(tmp_path, capsys):
     draw = random.Random(3)
     sweep(tmp_path, {mode: [draw.gauss(0.97, 0.001) for _ in range(20)] for mode in ("fp32", "bf16", "fp16")})
@@ -138,6 +139,7 @@ def test_one_speed_of_a_group_is_told_everywhere_and_two_have_the_ratio_that_is_
     assert re.search(r"samples/s, geometric mean(.*\n)+\| `fp32` .* 1,000 \|.*\n\| `bf16` .* 2,000 \|", markdown(study))
 
 
+@pytest.mark.slow
 def test_groups_of_a_picture_have_colours_of_their_own_also_where_references_differ(tmp_path):
     for rate, modes in (("0.1", ("bf16", "fp16")), ("0.01", ("fp32", "bf16", "fp16"))):
         for mode in modes:

@@ -417,6 +417,7 @@ def test_a_failing_rank_is_started_again_as_often_as_allowed_and_then_named_once
     assert not [pid for pid in killed if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_past_a_failed_job_and_completes_what_is_missing(capsys):
     sweep = ["-m", "hydra.sweep.dir=s", "amp=fp32,bf16", "steps=3"]
     # lr=1e30 diverges within the job: the other jobs run all the same.

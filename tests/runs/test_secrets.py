@@ -134,6 +134,7 @@ def test_no_byte_of_a_run_that_meets_them_all_is_one_of_a_secret(fails, monkeypa
     assert not fails or "no answer: " in said
 
 
+@pytest.mark.slow
 def test_a_report_of_a_run_folder_that_has_them_shows_none(capfd, monkeypatch):
     """Such as one of an earlier version."""
     from omegaconf import OmegaConf

@@ -159,6 +159,7 @@ def test_an_unknown_trainer_is_refused_in_a_sentence() -> None:
     assert "error: --trainer fabrik: " in said and "expected one of by_hand, textbook" in said
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_runs() -> None:
     page = (ROOT / "docs" / "CONFORMANCE.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

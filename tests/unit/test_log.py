@@ -163,6 +163,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
         assert not kept or last[json.loads(kept[-1])["split"]] == json.loads(kept[-1])["step"]
 
 
+@pytest.mark.slow
 def test_a_resume_reads_little_of_a_long_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     line = '{"step": %d, "split": "train", "loss": 1.0, "lr": 0.001, "samples_per_second": 1000.0}\n'

@@ -56,6 +56,7 @@ def autocast(dtype=FP16, **options):
 # --- what is decided --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(f"torch {MODULE['minor_version']()}" not in PAGE, reason="the page is about another torch")
 def test_the_page_says_what_the_installed_torch_does():
     assert MODULE["page"]() == PAGE

@@ -204,6 +204,7 @@ def test_too_many_skips_in_a_row_raise_with_the_finding(fused: bool) -> None:
         train(scaler, fused, [torch.full((8, 4), BAD)] * 3)
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_trainer_and_the_core_does_not_import_it() -> None:
     found = (
         "[m for m in ('accelerate', 'lightning', 'transformers', 'timm', 'hydra', 'torchvision') if m in sys.modules]"
