@@ -37,7 +37,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.820
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 7_914, 3_421
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 7_915, 3_421
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 598
