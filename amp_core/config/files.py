@@ -150,7 +150,7 @@ def parse_own_yaml(text: str) -> Any:
 def parse_yaml(text: str) -> Any:
     """Plain data of YAML text; nothing is resolved, nothing executed. A damaged text raises the parser's own kinds."""
     with contextlib.suppress(Exception):  # libyaml is ten times as fast; what it refuses is refused in PyYAML's words
-        return _loader("CSafeLoader")(text).get_single_data()
+        return _loader("SafeLoader" if "\t" in text else "CSafeLoader")(text).get_single_data()  # which takes tabs
     return _loader()(text).get_single_data()
 
 
