@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,22 @@ def test_the_page_of_formats_tells_which_mode_runs_in_which_layout() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "FORMATS.md").read_text()
     table = page.split("<!-- layouts -->\n")[1].split("\n<!-- /layouts -->")[0]
     assert table == script("scripts/formats.py").layouts()
+
+
+@pytest.mark.slow
+def test_modes_resume_from_each_other_as_the_page_says() -> None:
+    """A 16-bit mode, one of two numbers and one in fp32, whole and in shards; the script fails where a step does."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, root / "scripts/resumes.py", "--modes", *RESUMED, "--layouts", "single", "fsdp"]
+    ours = _cells(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    page = _cells((root / "docs" / "FORMATS.md").read_text().split("resumes -->")[1])
+    assert len(ours) == 9 and ours.items() <= page.items()
+    assert ours["bf16", "bf16_pure"] == "2^-8" and ours["bf16_pure", "bf16"] == "="
+
+
+RESUMED = ["bf16", "bf16_pure", "bf16_pure amp.update=kahan"]
+
+
+def _cells(text: str) -> dict[tuple[str, str], str]:
+    head, _, *rows = [line.strip("| ").split(" | ") for line in text.strip().splitlines() if line.startswith("|")]
+    return {(row[0], to): cell for row in rows for to, cell in zip(head[1:], row[1:], strict=False)}

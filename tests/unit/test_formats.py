@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -251,3 +252,15 @@ def test_the_wrong_way_a_scale_of_each_shard_is_another_matrix() -> None:
     assert (whole != shards).float().mean().item() == pytest.approx(0.75, abs=0.01)  # all but where the largest is
     rows = Scaling(E4M3, (1, None))
     assert torch.cat([quantise(part, rows).dense() for part in x.chunk(4)]).equal(quantise(x, rows).dense())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["floor", "rceil"])
+def test_torchao_has_the_same_codes_and_scales(rule: Literal["floor", "rceil"]) -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    torch.manual_seed(0)
+    x = torch.randn(4096, 256) * torch.exp2(torch.randint(-20, 20, (4096, 1)).float())
+    scale, theirs = mx.to_mx(x, torch.float8_e4m3fn, 32, getattr(mx.ScaleCalculationMode, rule.upper()))
+    ours = quantise(x, Scaling(E4M3, (1, 32), "e8m0", rule))
+    assert torch.equal(ours.scale.flatten(), scale.view(torch.uint8).float().sub(127).exp2().flatten())
+    assert torch.equal(ours.values.view(torch.uint8), theirs.view(torch.uint8).view_as(ours.values))

@@ -1,0 +1,163 @@
+"""Resumes every mode from every mode, in every layout: the matrix of docs/FORMATS.md, from real checkpoints.
+
+    python scripts/resumes.py                                # all: some minutes on 2 cores
+    python scripts/resumes.py --modes bf16 fp8 --layouts single fsdp
+
+Four processes on a CPU. Each mode trains two steps of a small GPT in each layout (hsdp: two replicas of two shards) and
+saves; then each loads what every mode saved, in turns from all layouts, and takes two steps. What it saved itself it
+loads from all layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from amp_core.checkpoints.checkpoint import Checkpoint
+from amp_core.checkpoints.parts import gather_full_state
+from amp_core.config.options import choices
+from amp_core.layouts.ddp import wrap_ddp
+from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
+from amp_core.layouts.low_shards import LowShards
+from amp_core.lowp.weights import master_params
+from amp_core.models.gpt import GPT
+from amp_core.step.amp import Amp
+
+RANKS = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
+UPDATES = ("master", "kahan", "remainder", "nearest")
+MODES = [*choices("amp"), *(f"bf16_pure amp.update={update}" for update in UPDATES)]
+WITHIN = 2**-8
+"""How far a weight may be from the one that was saved: half of the last of 8 digits of bfloat16."""
+
+
+class Training:
+    """A small GPT in a mode and a layout; the gradients of a step are those of the same 8 sequences in all layouts."""
+
+    def __init__(self, mode: str, layout: str, folder: str) -> None:
+        name, *update = mode.split(" amp.update=")
+        self.amp = Amp.named(name, device="cpu", samples=8, **({"update": update[0]} if update else {}))
+        config, sharded = self.amp.config, layout in ("fsdp", "hsdp")
+        torch.manual_seed(0)
+        net: nn.Module = GPT(vocab_size=32, length=8, width=32, depth=1, heads=2)
+        self.amp.prepare(net, gathers=sharded)
+        if sharded:
+            mesh = build_mesh(torch.device("cpu"), RANKS[layout], 2 if layout == "hsdp" else None)
+            dtype = getattr(torch, config.dtype if config.update is None else config.weights)
+            net = wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, update=config.update)
+            if config.update not in (None, "master"):
+                self.amp.weights.append(LowShards(net, config.update))
+        elif layout == "ddp" and config.update is None:
+            net = wrap_ddp(net, torch.device("cpu"))
+        self.net, self.layout = net, layout
+        self.optimizer = torch.optim.AdamW(master_params(net), lr=0.01, fused=True)
+        parts: dict[str, Any] = {"model": net, "optimizer": self.optimizer, "scaler": self.amp}
+        self.checkpoint = Checkpoint(folder, writer=not dist.get_rank(), **parts)
+
+    def step(self, number: int) -> float:
+        """The loss, summed over ranks, of a step that is taken."""
+        tokens = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(number)).chunk(RANKS[self.layout])
+        mine = tokens[dist.get_rank()]
+        torch.manual_seed(number)
+        with self.amp.autocast():
+            logits = self.net(mine[:, :-1]).float().flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, mine[:, 1:].flatten())
+        self.amp.backward(loss, 1 / RANKS[self.layout])
+        assert bool(self.amp.step(self.optimizer).taken), "a step was skipped"
+        self.amp.update()
+        self.optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole, in fp32."""
+        state = gather_full_state(self.net.state_dict())
+        return {name.removeprefix("module."): value.clone() for name, value in state.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--layouts", nargs="+", default=[*RANKS], choices=[*RANKS])
+    flags = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (flags.modes, flags.layouts, folder), nprocs=max(RANKS[layout] for layout in flags.layouts))
+        found = {layout: torch.load(f"{folder}/{layout}.pt") for layout in flags.layouts}
+    print(table(flags.modes, found))
+    return 0
+
+
+def work(rank: int, modes: list[str], layouts: list[str], folder: str) -> None:
+    """Save in each layout, then load in each: a process group of its ranks for each."""
+    torch.set_num_threads(1)
+    num = max(RANKS[layout] for layout in layouts)
+    for phase in (save_all, load_all):
+        for layout in layouts:
+            if rank < RANKS[layout]:
+                place = f"file://{folder}/{phase.__name__}.{layout}"
+                dist.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS[layout])
+                phase(layout, modes, layouts, folder)
+                dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{phase.__name__}", rank=rank, world_size=num)
+        dist.barrier()  # what is loaded has been saved
+        dist.destroy_process_group()
+
+
+def save_all(layout: str, modes: list[str], layouts: list[str], folder: str) -> None:
+    """Two steps, a checkpoint, and what the next two steps are."""
+    for mode in modes:
+        training = Training(mode, layout, f"{folder}/{layout}/{mode}")
+        for number in range(2):
+            training.step(number)
+        training.checkpoint.save(2)
+        after = training.weights(), [training.step(number) for number in (2, 3)], training.weights()
+        if not dist.get_rank():
+            torch.save(after, f"{folder}/{layout}/{mode}/after.pt")
+
+
+def load_all(layout: str, modes: list[str], layouts: list[str], folder: str) -> None:
+    """Resume each mode from each, and tell how far weights moved, and whether the next steps have the same bits."""
+    found: dict[tuple[str, str], list[tuple[float, bool]]] = {}
+    for i, mode in enumerate(modes):
+        for j, other in enumerate(modes):
+            turn = [layouts[(i + j + layouts.index(layout)) % len(layouts)]]
+            for source in layouts if other == mode else turn:
+                training = Training(mode, layout, f"{folder}/to")
+                training.checkpoint.load(f"{folder}/{source}/{other}")
+                saved, losses, then = torch.load(f"{folder}/{source}/{other}/after.pt")
+                loaded, ours = training.weights(), [training.step(number) for number in (2, 3)]
+                far = max(float(((loaded[n] - v).abs() / v.abs().clamp(min=1e-4)).max()) for n, v in saved.items())
+                assert far <= WITHIN and torch.tensor(ours).isfinite().all(), (mode, layout, other, source, far, ours)
+                same = ours == losses and all(torch.equal(v, then[n]) for n, v in training.weights().items())
+                found.setdefault((other, mode), []).append((far, same and source == layout))
+                if other == mode and source == layout:
+                    assert same, f"{mode} in {layout} does not continue bit for bit: {ours}, {losses}"
+    if not dist.get_rank():
+        torch.save(found, f"{folder}/{layout}.pt")
+
+
+def table(modes: list[str], found: dict[str, dict[tuple[str, str], list[tuple[float, bool]]]]) -> str:
+    """Rows: what was saved; columns: what resumes. "=": weights have the same bits; else the largest change, 2^-n."""
+    short = [mode.removeprefix("bf16_pure amp.update=") for mode in modes]
+    lines = ["| saved by | " + " | ".join(short) + " |", "| --- |" + " --- |" * len(modes)]
+    count = 0
+    for name, other in zip(short, modes, strict=True):
+        cells = []
+        for mode in modes:
+            all_of = [each for layout in found.values() for each in layout[other, mode]]
+            count += len(all_of)
+            far = max(each for each, _ in all_of)
+            cells.append("=" if far == 0 else f"2^{torch.tensor(far).log2().ceil().int().item()}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"{count} resumes in {', '.join(found)}; none failed."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
