@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (11_742, "base lowp step memory layouts checkpoints heads"),
     "doctor": (4_093, "doctor"),
-    "program": (17_189, "config run cli data models train.py"),
+    "program": (17_187, "config run cli data models train.py"),
     "amp_tools": (4_567, "amp_tools"),
     "scripts": (6_027, "scripts"),
     "amp_plugins": (1_162, "amp_plugins"),
@@ -37,7 +37,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.820
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 7_915, 3_421
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 40, 7_913, 3_421
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 598

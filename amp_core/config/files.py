@@ -149,8 +149,6 @@ def parse_own_yaml(text: str) -> Any:
 
 def parse_yaml(text: str) -> Any:
     """Plain data of YAML text; nothing is resolved, nothing executed. A damaged text raises the parser's own kinds."""
-    with contextlib.suppress(Exception):  # libyaml is ten times as fast; what it refuses is refused in PyYAML's words
-        return _loader("SafeLoader" if "\t" in text else "CSafeLoader")(text).get_single_data()  # which takes tabs
     return _loader()(text).get_single_data()
 
 
@@ -160,11 +158,11 @@ def node_of_yaml(text: str) -> Any:
 
 
 @functools.cache
-def _loader(name: str = "SafeLoader") -> Any:
+def _loader() -> Any:
     """PyYAML's safe loader, which reads numbers as OmegaConf does, such as 1e-3, and leaves dates as text."""
-    import yaml
+    from yaml import SafeLoader
 
-    class Loader(getattr(yaml, name, yaml.SafeLoader)):
+    class Loader(SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
             if len(set(keys)) < len(keys):
@@ -174,7 +172,7 @@ def _loader(name: str = "SafeLoader") -> Any:
 
     Loader.yaml_implicit_resolvers = {
         first: [(tag, expression) for tag, expression in resolvers if not tag.endswith("timestamp")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        for first, resolvers in SafeLoader.yaml_implicit_resolvers.items()
     }
     number = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
