@@ -18,7 +18,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,8 +61,8 @@ class Statistics(Observer):
         # With 16-bit weights gradients are on their fp32 sides.
         pairs = [pair for _, net in doctor.nets for pair in zip(net.parameters(), master_params(net), strict=True)]
         self._owners = {side: own[p] for p, side in pairs if p in own}
-        self._found: dict[Key, list[_Measured]] = {}
-        self._pending: list[_Sampled] = []
+        self._found: dict[Key, Tensor] = {}
+        self._pending: list[tuple[int, list[Key], Reading]] = []
 
     @contextlib.contextmanager
     def around_window(self, step: int) -> Iterator[None]:
@@ -80,13 +79,19 @@ class Statistics(Observer):
                 hooks.enter_context(module.register_forward_hook(functools.partial(self._after_forward, name)))
             hooks.enter_context(observing(self._amp.observers, self))
             yield
-        self._pending.append(_Sampled(step, self._found, scale))
+        row = torch.cat([scale.double().reshape(1), *(each.to(scale.device) for each in self._found.values())])
+        self._pending.append((step, list(self._found), Reading(row)))
         self._found = {}
 
     def write(self, log: Log, upto: int | None = None) -> None:
         """Write the samples up to a step, waiting for their values; None: all."""
-        while self._pending and (upto is None or self._pending[0].step <= upto):
-            log.statistics(self._pending.pop(0).line())
+        while self._pending and (upto is None or self._pending[0][0] <= upto):
+            step, keys, numbers = self._pending.pop(0)
+            scale, *values = numbers.values()
+            layers: dict[str, dict[str, Any]] = {}
+            for i, (name, kind) in enumerate(keys):
+                layers.setdefault(name, {})[kind] = _shares(values[i * _WIDTH : (i + 1) * _WIDTH])
+            log.statistics({"step": step, "loss_scale": scale, "layers": layers})
 
     def _after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if recomputed() is not None:
@@ -97,7 +102,7 @@ class Statistics(Observer):
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._after_backward, found, name))
 
-    def _after_backward(self, found: dict[Key, list[_Measured]], name: str, grad: Tensor) -> None:
+    def _after_backward(self, found: dict[Key, Tensor], name: str, grad: Tensor) -> None:
         if found is self._found:
             self._measure(name, "activation_gradients", grad)
 
@@ -119,47 +124,18 @@ class Statistics(Observer):
             largest, values = largest / scale.to(values.device), values / scale.to(values.device)
         # The stored exponent; 0 has its own bin. Integer sums do not depend on order.
         place = torch.where(values != 0, (values.view(torch.int32) >> 23) + 1, 0)
-        counts = torch.zeros(_NUM_PLACES, dtype=torch.int64, device=values.device)
+        counts = torch.zeros(_WIDTH - 2, dtype=torch.int64, device=values.device)
         counts.index_add_(0, place, torch.ones_like(place, dtype=torch.int64))
-        self._found.setdefault((name, kind), []).append(_Measured(largest, lost, counts))
+        row = torch.cat([torch.stack([largest.double(), lost.double()]), counts.double()])
+        if (before := self._found.get((name, kind))) is not None:  # its device may differ
+            before = before.to(row.device)
+            row = torch.cat([torch.maximum(before[:1], row[:1]), before[1:] + row[1:]])
+        self._found[name, kind] = row
 
 
-_NUM_PLACES = 257
-"""Bins: 0, subnormal, exponents from -126 to 127, non-finite."""
-
-
-@dataclass(frozen=True)
-class _Measured:
-    largest: Tensor
-    """0-d; non-finite if the tensor is."""
-    lost: Tensor
-    """0-d: number of sampled values that are not 0 and too small for fp16."""
-    counts: Tensor
-    """Count per bin."""
-
-
-class _Sampled:
-    """The measurements of one window, being copied to the host."""
-
-    def __init__(self, step: int, found: dict[Key, list[_Measured]], scale: Tensor) -> None:
-        self.step = step
-        self._keys = list(found)
-        rows = [scale.double().reshape(1)]
-        for key in self._keys:
-            several = found[key]
-            largest = torch.stack([one.largest.to(scale.device) for one in several]).amax()
-            lost = torch.stack([one.lost.to(scale.device) for one in several]).sum()
-            counts = torch.stack([one.counts.to(scale.device) for one in several]).sum(0)
-            rows += [torch.stack([largest.double(), lost.double()]), counts.double()]
-        self._numbers = Reading(torch.cat(rows))
-
-    def line(self) -> dict[str, Any]:
-        scale, *numbers = self._numbers.values()
-        width = 2 + _NUM_PLACES
-        layers: dict[str, dict[str, Any]] = {}
-        for i, (name, kind) in enumerate(self._keys):
-            layers.setdefault(name, {})[kind] = _shares(numbers[i * width : (i + 1) * width])
-        return {"step": self.step, "loss_scale": scale, "layers": layers}
+_WIDTH = 2 + 257
+"""Numbers of a layer: the largest value, non-finite if the tensor is; how many sampled values are not 0 and too small
+for fp16; a count for each bin: 0, subnormal, exponents from -126 to 127, non-finite."""
 
 
 def _shares(row: list[float]) -> dict[str, Any]:
