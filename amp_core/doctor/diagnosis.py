@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -115,8 +115,6 @@ class Diagnosis:
     skips: dict[str, dict[str, int]] = field(default_factory=dict)
     """So far, by optimizer (an empty name if there is only one): skipped steps, and losses that were non-finite on any
     rank. A skip with a finite loss comes from the backward pass or the loss scale."""
-    others: list[str] = field(default_factory=list)
-    """Later non-finite values in the same window."""
 
     @property
     def headline(self) -> str:
@@ -139,46 +137,35 @@ class Diagnosis:
 
     def __str__(self) -> str:
         head = f"step {self.step}: {self.cause}" if self.step is not None else self.cause
-        if self.num_ranks > 1:
-            head += f" on rank {self.rank} of {self.num_ranks}"
-        lines = [head, ""]
-        if self.op:
-            when = "after the backward pass" if self.phase == "step" else f"{self.phase} pass"
-            lines.append(f"  operation  {self.op}, {when}")
-        has_place = bool(self.op or self.source) or self.module is not None
-        if has_place and self.cause not in ("not found", "bad input") and not self.cause.startswith("poisoned"):
-            its_class = f" ({self.module_class})" if self.module_class else ""
-            lines.append(f"  module     {called(self.module)}{its_class}")
-        if self.source:
-            lines.append(f"  source     {self.source}" + (f"    {self.code}" if self.code else ""))
-        lines += [f"  {'input' if i == 0 else '':<9}  {text}" for i, text in enumerate(self.inputs)]
-        if self.output is not None:
-            lines.append(f"  output     {str(self.output).removeprefix('output ')}")
-        if self.reached:
-            lines.append(f"  reached    {', '.join(self.reached[:3])}" + _and_more(len(self.reached) - 3))
-        if self.amp:
-            weights = f"; {self.weights}" if self.weights else ""
-            scale = f", loss scale {self.loss_scale:g}" if self.loss_scale else ""
-            lines.append(f"  mode       amp={self.amp}{scale}{weights}")
-        if self.samples:
-            what, of = ("rows", "batch") if self.in_python else ("samples", "training data")
-            if self.cause == "poisoned tensor":  # which may be no batch
-                of = "tensor"
-            lines.append(f"  {what:<9}  {listed(self.samples)} of the {of}")
-        lines += ["", f"  {self.why}", ""]
+        head += f" on rank {self.rank} of {self.num_ranks}" if self.num_ranks > 1 else ""
+        lines = [head, "", *(f"  {name:<9}  {text}" for name, text in self._rows() if text), "", f"  {self.why}", ""]
         for fix in self.fixes:
             those = "on this batch" if self.in_python else "from this one on"
             span = f"for {fix.steps} steps {those}" if fix.steps > 1 else "for this window"
             mark = {True: f" (tried: finite {span})", False: " (tried: not enough)", None: ""}
             # Settings are in brackets.
             text = re.sub(r" \((?:optimizer\.lr|\w+=[^()]*)\)", "", fix.text) if self.in_python else fix.text
-            lines.append(f"  -> {text}{mark[fix.verified]}")
-            if change := fix.python if self.in_python else fix.override:
-                lines.append(f"     {change}")
+            change = fix.python if self.in_python else fix.override
+            lines += [f"  -> {text}{mark[fix.verified]}", *([f"     {change}"] if change else [])]
         if self.healed:
             lines.append(f"  healed: computed in fp32 from here on: {modules_listed(self.islands)}")
-        lines += [f"  also: {other}" for other in self.others[:5]]
         return "\n".join(lines).rstrip()
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        when = "after the backward pass" if self.phase == "step" else f"{self.phase} pass"
+        yield "operation", self.op and f"{self.op}, {when}"
+        has_place = bool(self.op or self.source) or self.module is not None
+        if has_place and self.cause not in ("not found", "bad input") and not self.cause.startswith("poisoned"):
+            yield "module", called(self.module) + (f" ({self.module_class})" if self.module_class else "")
+        yield "source", self.source and self.source + (f"    {self.code}" if self.code else "")
+        yield from (("" if i else "input", str(each)) for i, each in enumerate(self.inputs))
+        yield "output", "" if self.output is None else str(self.output).removeprefix("output ")
+        yield "reached", ", ".join(self.reached[:3]) + _and_more(len(self.reached) - 3)
+        scale = f", loss scale {self.loss_scale:g}" if self.loss_scale else ""
+        yield "mode", self.amp and f"amp={self.amp}{scale}" + (f"; {self.weights}" if self.weights else "")
+        what, of = ("rows", "batch") if self.in_python else ("samples", "training data")
+        of = "tensor" if self.cause == "poisoned tensor" else of  # which may be no batch
+        yield what, f"{listed(self.samples)} of the {of}" if self.samples else ""
 
 
 def keep_fp32_override(names: Sequence[str]) -> str:

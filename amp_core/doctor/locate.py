@@ -38,7 +38,7 @@ from amp_core.doctor.diagnosis import (
     listed,
     location_of,
 )
-from amp_core.doctor.findings import Finding, Search, is_among
+from amp_core.doctor.findings import Finding, Search
 from amp_core.doctor.fixes import FixSearch, Replay, Trying
 from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_32_bits, in_one_thread, with_finite, without_autocast
 from amp_core.doctor.steps import after_the_step
@@ -215,7 +215,7 @@ class Doctor:
         rank = broken[0]
         finding: Finding = everywhere[rank]["first"]
         cause = cause_of(finding)
-        diagnosis = self.describe(finding, cause, everywhere[rank]["findings"], everywhere[rank]["reached"])
+        diagnosis = self.describe(finding, cause, everywhere[rank]["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
         if not finding.op and (
             alike := [b.tensor for b in everywhere[rank]["findings"] if not b.op and b is not finding]
@@ -384,12 +384,9 @@ class Doctor:
                 return diagnosis
         return None
 
-    def describe(
-        self, finding: Finding, cause: Cause, findings: Sequence[Finding] = (), reached: Sequence[str] = ()
-    ) -> Diagnosis:
+    def describe(self, finding: Finding, cause: Cause, reached: Sequence[str] = ()) -> Diagnosis:
         """A diagnosis of a first non-finite value, without fixes."""
         late = finding.follows_backward
-        others = [b for b in findings if b.op and not is_among(b, [finding])]
         return Diagnosis(
             cause,
             explain(finding, cause),
@@ -402,7 +399,6 @@ class Doctor:
             amp=self.amp.config.name,
             samples=finding.rows,
             tensor=finding.tensor,
-            others=list(dict.fromkeys(f"{b.op}{' (backward)' if b.backward else ''} {b.place.phrase}" for b in others)),
         )
 
     # --- islands ------------------------------------------------------------------------------------------------------
