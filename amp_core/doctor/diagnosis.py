@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from amp_core.doctor.findings import Finding
-from amp_core.doctor.marks import Collision
 from amp_core.doctor.places import Location, called
 from amp_core.doctor.values import Range
 
@@ -310,13 +309,6 @@ def explain(finding: Finding, cause: Cause) -> str:
     elif finding.wide is not None and finding.wide <= limit:
         return f"{pass_} is not finite in {dtype}, which ends at {limit:g}, and {reach}."
     return f"{text}{'; it then became NaN' if finding.has_nan and cause != 'overflow in a cast' else ''}."
-
-
-def explain_collision(found: Collision) -> str:
-    return (
-        f"{found.distinct} integers up to {found.largest:g} were cast to {found.dtype}, where only {found.kept} of "
-        f"them differ: from {2048 if found.dtype == 'float16' else 256} on neighbouring positions are the same."
-    )
 
 
 def modules_listed(names: Sequence[str]) -> str:

@@ -34,7 +34,6 @@ from amp_core.doctor.diagnosis import (
     advice_for,
     cause_of,
     explain,
-    explain_collision,
     listed,
     location_of,
 )
@@ -369,7 +368,7 @@ class Doctor:
         """Diagnose a finite window: positions that collide in 16 bits."""
         for rank, one in enumerate(everywhere):
             for collision in one["collisions"][:1]:
-                found, at = self._not_found(explain_collision(collision), "position collision"), collision.place
+                found, at = self._not_found(collision.why, "position collision"), collision.place
                 diagnosis = dataclasses.replace(found, phase="forward", op=collision.op, rank=rank, **location_of(at))
                 if collision.place.module is not None:
                     with self.as_islands([collision.place.module]) as names:

@@ -74,10 +74,8 @@ class Collision:
 
     place: Location
     op: str
-    dtype: str
-    distinct: int
-    kept: int
-    largest: float
+    why: str
+    """As a sentence."""
 
 
 def collision_of(call: Call, output: Tensor) -> Collision | None:
@@ -88,8 +86,12 @@ def collision_of(call: Call, output: Tensor) -> Collision | None:
     for each in (each for each in numbers if each is not None):
         distinct = each.numel()
         if (kept := len(each.to(output.dtype).unique())) < distinct:
-            name, largest = dtype_name(output.dtype), each.abs().max().item()
-            return Collision(call.place, f"aten.{call.name}", name, distinct, kept, largest)
+            why = (
+                f"{distinct} integers up to {each.abs().max().item():g} were cast to {dtype_name(output.dtype)}, where "
+                f"only {kept} of them differ: from {2048 if output.dtype is torch.float16 else 256} on neighbouring "
+                f"positions are the same."
+            )
+            return Collision(call.place, f"aten.{call.name}", why)
     return None
 
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.places import Location
 from amp_core.doctor.values import HALF, compared, dense, is_finite, is_plain, storage_key
+from amp_core.lowp.islands import changed
 
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
 UNWRITTEN |= {"empty_permuted", "_efficientzerotensor"}
 """Their results are uninitialised; that of the last one, of forward-mode differentiation, has no memory at all."""
-UPDATES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
+_UPDATES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 """They write to their fourth and fifth argument, and their schemas do not say so."""
 SUBTRACTS = {"sub", "add", "rsub"}
 _FORMAT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "out"}
@@ -44,8 +45,9 @@ class Call:
     place: Location
     backward: bool
     inputs: list[Input]
-    written: set[int]
-    statistics: list[Tensor]
+    written: list[Tensor]
+    keys: set[int]
+    """Of the storages that it writes to."""
 
     @property
     def base(self) -> str:
@@ -78,6 +80,8 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterat
     for i, (name, writes) in enumerate(_arguments(func)):
         if writes:
             yield from all_tensors(args[i] if i < len(args) else kwargs.get(name))
+    if func.overloadpacket.__name__ in _UPDATES_STATISTICS:
+        yield from all_tensors(args[3:5])
 
 
 @functools.cache
@@ -116,19 +120,10 @@ def in_float64(call: Call, output: Tensor) -> Tensor | None:
     if call.name in ("_to_copy", "copy_"):
         return _widest(_copied(call))
     func = functional(call.func) if call.func._schema.is_mutable else call.func
-    before = iter(call.inputs)
-
-    def widen(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return _widest(next(before).tensor)
-        if isinstance(value, tuple | list):
-            return type(value)(widen(item) for item in value)
-        return value
-
+    before, given = iter(call.inputs), {name: each for name, each in call.kwargs.items() if name not in _FORMAT}
     try:
         assert func is not None
-        args = [widen(each) for each in call.args]
-        kwargs = {name: widen(each) for name, each in call.kwargs.items() if name not in _FORMAT}
+        args, kwargs = changed((call.args, given), lambda _: True, lambda _: _widest(next(before).tensor))
         results = [t for t in all_tensors(func(*args, **kwargs)) if t.shape == output.shape]
         return min(results, key=is_finite)  # of several with this shape the one that is not finite
     except (AssertionError, IndexError, NotImplementedError, RuntimeError, StopIteration, TypeError):

@@ -24,6 +24,7 @@ from amp_core.doctor.places import current_node
 from amp_core.doctor.trace import DispatchMode, Trace
 from amp_core.doctor.values import HALF, dense, is_finite, is_plain, named_tensors, own_names, parts_of
 from amp_core.layouts.stages import Stages
+from amp_core.lowp.islands import changed
 from amp_core.memory.compiled import eagerly, may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.gradients import check_gradients, weights_of, with_grads
@@ -385,7 +386,7 @@ class In32Bits(DispatchMode):
         if kwargs.get("dtype") in HALF and not is_gradient:
             kwargs = kwargs | {"dtype": torch.float32}
         if not is_view(func) and not func._schema.is_mutable:
-            args, kwargs = _widened(args), {name: _widened(each) for name, each in kwargs.items()}
+            args, kwargs = _widened((args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -395,7 +396,7 @@ class _WideConvolutions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "").startswith("conv"):
-            args, kwargs = _widened(args), {name: _widened(each) for name, each in kwargs.items()}
+            args, kwargs = _widened((args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -410,9 +411,7 @@ def in_32_bits(nets: Iterable[tuple[str, nn.Module]]) -> Iterator[In32Bits | Non
 
 
 def _widened(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(map(_widened, value))
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
+    return changed(value, lambda tensor: tensor.dtype in HALF, Tensor.float)
 
 
 @contextlib.contextmanager

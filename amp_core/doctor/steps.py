@@ -23,7 +23,9 @@ _LARGER_EPS = (1e-8, 1e-7, 1e-4)
 """torch's own for fp32, and what float16 holds: one that is no longer 0, and one that is not subnormal."""
 _OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
 """What optimizers take a root of."""
-_OF_GRADIENTS = {"exp_avg", "momentum_buffer", "grad_avg"}
+Bad = tuple[str, Fix | None]
+"""What a step makes non-finite and why, and what to change if that is known."""
+_SMALLER = Fix("code", "make the gradients smaller (a mean, not a sum), or keep the moments in fp32")
 
 
 def after_the_step(fixes: FixSearch) -> Search[Diagnosis | None]:
@@ -40,30 +42,29 @@ def after_the_step(fixes: FixSearch) -> Search[Diagnosis | None]:
         found.phase, found.loss_scale = "step", fixes.amp.scale
         found.why = f"The window is finite, and its step makes {name} not finite. {found.why}"
         return found
-    why = f"The window is finite, and the step of {bad[0]}."
-    found = Diagnosis("poisoned by the optimizer", why, phase="before")
+    why, advice = bad[0]
+    found = Diagnosis("poisoned by the optimizer", f"The window is finite, and the step of {why}.", phase="before")
     found.amp, found.loss_scale = fixes.amp.config.name, fixes.amp.scale
-    for eps in _LARGER_EPS if "eps" in why else ():
+    found.fixes = [advice or ADVICE[found.cause]]
+    for eps in _LARGER_EPS if "because eps=" in why else ():
         if not (yield from _weights_after(fixes, STEPS, optimizers, eps))[0]:
             text = f"a larger eps of the optimizer: {eps:g}"
             found.fixes = [Fix("override", text, f"optimizer.options.eps={eps:g}", f"eps={eps:g}", True, STEPS)]
             break
-    if any(f"{key} exceeds" in why for key in _OF_SQUARES | _OF_GRADIENTS):
-        found.fixes = [Fix("code", "make the gradients smaller (a mean, not a sum), or keep the moments in fp32")]
-    elif "the learning rate is" in why:
-        found.fixes = [Fix("code", "give the optimizer a finite learning rate (optimizer.lr)")]
-    elif any(f"{key} is {how}" in why for key in _OF_SQUARES | _OF_GRADIENTS for how in ("NaN", "negative")):
-        found.fixes = [ADVICE["poisoned moment"]]
-    found.fixes = found.fixes or [ADVICE[found.cause]]
     return found
 
 
 def _weights_after(
     fixes: FixSearch, steps: int, optimizers: Iterable[torch.optim.Optimizer] = (), eps: float = 0.0
-) -> Search[tuple[list[str], set[torch.optim.Optimizer], bool]]:
-    """What steps make non-finite and why, the optimizers, and whether one of torch's own did it."""
+) -> Search[tuple[list[Bad], set[torch.optim.Optimizer], bool]]:
+    """What steps make non-finite, the optimizers, and whether one of torch's own did it."""
     names = own_names(fixes.doctor.nets)
-    bad, used, by_torch, losses = list[str](), set[torch.optim.Optimizer](), set[Tensor](), list[float]()
+    bad, used, by_torch, losses = (
+        list[tuple[str, Fix | None]](),
+        set[torch.optim.Optimizer](),
+        set[Tensor](),
+        list[float](),
+    )
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if type(optimizer).__module__.startswith("torch."):
@@ -79,8 +80,8 @@ def _weights_after(
                 yield window
             used |= rehearsal.optimizers
             losses.append(fixes.loss_of(rehearsal))
-            bad += [] if all(fixes.agree(rehearsal.is_finite)) else ["the gradients"]
-        bad += ["the loss"] if losses and max(losses) - losses[0] > abs(losses[0]) else []
+            bad += [] if all(fixes.agree(rehearsal.is_finite)) else [("the gradients", None)]
+        bad += [("the loss", None)] if losses and max(losses) - losses[0] > abs(losses[0]) else []
         low = weights_by_side()
         for optimizer in used:
             for group in optimizer.param_groups:
@@ -88,8 +89,8 @@ def _weights_after(
                 for p in params:  # an fp32 side may have no memory between steps
                     if not is_finite(weight := local([low.get(p, p)])[0]):
                         name, kind = names.get(weight, "a weight"), type(optimizer).__name__
-                        why = _reason(weight, p.dtype, group, optimizer.state[p])
-                        bad.append(f"{kind} makes {name} not finite: {why}")
+                        why, advice = _reason(weight, p.dtype, group, optimizer.state[p])
+                        bad.append((f"{kind} makes {name} not finite: {why}", advice))
     return [each for found in fixes.agree(bad) for each in found], used, any(fixes.agree(bool(by_torch)))
 
 
@@ -103,21 +104,23 @@ def _origin_after(fixes: FixSearch) -> Search[tuple[str, Finding] | None]:
     return next((each for on_rank in fixes.agree(found[:1]) for each in on_rank), None)
 
 
-def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> str:
-    """Why a step, computed in `dtype`, left numbers of a weight that are not finite."""
+def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, Fix | None]:
+    """Why a step, computed in `dtype`, left numbers of a weight that are not finite, and what to change if known."""
     rate, at, eps = float(group["lr"]), ~weight.isfinite(), group.get("eps")
     moments = {key: local([each])[0] for key, each in state.items() if isinstance(each, Tensor) and each.ndim}
     moments = {key: each[at] for key, each in moments.items() if each.shape == weight.shape}
     if not math.isfinite(rate):
-        return f"the learning rate is {rate:g}"
+        return f"the learning rate is {rate:g}", Fix("code", "give the optimizer a finite learning rate (optimizer.lr)")
     if negative := [key for key in moments if key in _OF_SQUARES and bool((moments[key] < 0).any())]:
-        return f"{negative[0]} is negative, and has no root"
+        return f"{negative[0]} is negative, and has no root", ADVICE["poisoned moment"]
     zeros = [key for key, each in moments.items() if not each.any()]
     if zeros and eps is not None and not torch.tensor(eps).to(dtype):
         rounded = f" is 0 in {dtype_name(dtype)}" if eps else ""
-        return f"it divides by 0 where {zeros[-1]} is 0, because eps={eps:g}{rounded}"
-    for key, each in [*moments.items(), ("it", weight)]:
+        return f"it divides by 0 where {zeros[-1]} is 0, because eps={eps:g}{rounded}", None
+    for key, each in moments.items():
+        if each.isnan().any():
+            return f"{key} is NaN", ADVICE["poisoned moment"]
         if not is_finite(each):
-            how = "is NaN" if each.isnan().any() else f"exceeds {dtype_name(each.dtype)}"
-            return f"{key} {how}" + (f" with a learning rate of {rate:g}" if each is weight else "")
-    return f"it is not finite with a learning rate of {rate:g}"
+            return f"{key} exceeds {dtype_name(each.dtype)}", _SMALLER
+    how = "is NaN" if weight.isnan().any() else f"exceeds {dtype_name(weight.dtype)}"
+    return f"it {how} with a learning rate of {rate:g}", None

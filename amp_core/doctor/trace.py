@@ -26,7 +26,6 @@ from amp_core.doctor.marks import Collision, Marks, collision_of, new_marks
 from amp_core.doctor.operations import (
     SUBTRACTS,
     UNWRITTEN,
-    UPDATES_STATISTICS,
     Call,
     Input,
     has_infinite_scalar,
@@ -287,18 +286,18 @@ class Trace(Observer, DispatchMode):
         node = current_node()
         self.last_backward = self.last_backward if node is None else self.num_operations
         place = self.places.of(node, name)
-        statistics = [t for t in args[3:5] if isinstance(t, Tensor)] if name in UPDATES_STATISTICS else []
-        written = {storage_key(tensor) for tensor in (*written_by(func, args, kwargs), *statistics)}
+        written = list(written_by(func, args, kwargs))
+        keys = set(map(storage_key, written))
         inputs = [Input(n, tensor, storage_key(tensor)) for n, tensor in named]
-        read = {each.key for each in inputs} - written
+        read = {each.key for each in inputs} - keys
         if read and read <= self._unwritten:  # only a collective can have written it, through its own memory
-            self._shared.update(written)
+            self._shared.update(keys)
             return None
         inputs = [each for each in inputs if each.key not in self._unwritten]
         for each in inputs:
-            if each.key in written:  # keep a copy of what is overwritten
+            if each.key in keys:  # keep a copy of what is overwritten
                 each.tensor = each.tensor.clone()
-        return Call(func, name, args, kwargs, place, node is not None, inputs, written, statistics)
+        return Call(func, name, args, kwargs, place, node is not None, inputs, written, keys)
 
     def _end(self, call: Call, result: Any) -> None:
         """Check what an operation has computed."""
@@ -307,7 +306,7 @@ class Trace(Observer, DispatchMode):
         if call.name in UNWRITTEN:
             for key in map(storage_key, all_tensors(result)):
                 self._unwritten.add(key)
-                if key not in call.written:  # new memory, perhaps of a freed tensor
+                if key not in call.keys:  # new memory, perhaps of a freed tensor
                     self._shared.discard(key)
                     self._origins.pop(key, None)
                     self._marks.pop(key, None)
@@ -315,13 +314,12 @@ class Trace(Observer, DispatchMode):
         tested = [each.tensor for each in call.inputs] if call.name in _TESTS else []
         if bad := [tensor for tensor in tested if not is_finite(tensor)]:
             self._bad_results["a number that the program tests"] = bad[-1]
-        outputs = [tensor for tensor in (*all_tensors(result), *call.statistics) if has_numbers(tensor)]
-        if result is None:  # fully_shard's copies into its buffers
-            outputs = [tensor for tensor in written_by(call.func, call.args, call.kwargs) if has_numbers(tensor)]
+        # Not all that is written is returned: running statistics, fully_shard's copies into its buffers.
+        outputs = {id(tensor): tensor for tensor in (*all_tensors(result), *call.written) if has_numbers(tensor)}
         if outputs and not is_view(call.func):  # a view shares the storage of its base, and its records
-            self._look(call, outputs, call.written)
+            self._look(call, [*outputs.values()])
 
-    def _look(self, call: Call, outputs: list[Tensor], written: set[int]) -> None:
+    def _look(self, call: Call, outputs: list[Tensor]) -> None:
         self.has_half |= outputs[0].dtype in HALF
         marks = new_marks(call, outputs, self._marks_of(call.inputs))
         if not call.backward and (found := collision_of(call, outputs[0])):
@@ -332,7 +330,7 @@ class Trace(Observer, DispatchMode):
         for tensor in outputs:
             key = storage_key(tensor)
             self._unwritten.discard(key)
-            in_place = key in written
+            in_place = key in call.keys
             if not in_place:  # new memory, perhaps of a freed tensor
                 self._shared.discard(key)
             self._update(self._marks, key, marks, keep=in_place)
