@@ -138,7 +138,7 @@ class LoopDoctor:
     def _made(self) -> Doctor:
         nets = self._wrapped()
         named = [("" if len(nets) == 1 else f"network{i}", net) for i, net in enumerate(nets)]
-        return Doctor(self.scaler.amp, named, rank=dist.get_rank() if several_ranks() else 0, agree=agree)
+        return Doctor(self.scaler.amp, named, agree=agree)
 
     def after_window(self) -> None:
         """A window has ended; its scaler calls this. Reads whether it was skipped."""

@@ -20,9 +20,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from amp_core.checkpoints.reading import Ranks
 from amp_core.doctor.diagnosis import (
     ADVICE,
     BF16,
@@ -72,7 +72,6 @@ class Doctor:
         amp: Amp,
         nets: nn.Module | Iterable[tuple[str, nn.Module]],
         *,
-        rank: int = 0,
         agree: Agree | None = None,
     ) -> None:
         self.amp = amp
@@ -82,7 +81,6 @@ class Doctor:
         for module, name in self.names.items():
             self._modules[name].append(module)
             self._attentions += [name] if isinstance(module, nn.MultiheadAttention) else []
-        self.rank = rank
         self.agree: Agree = agree or (lambda value: [value])
         self._random: RandomState | None = None
         self._lost: dict[str, str] = {}
@@ -433,11 +431,5 @@ def doctor_of(loop: Loop) -> Doctor:
     nets = [*env.nets]
     nets += [(name, p) for name, p in loop.parts.items() if p in loop.nets and all(p is not net for _, net in nets)]
 
-    def agree(value: Any) -> list[Any]:
-        if env.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * env.world_size
-        dist.all_gather_object(values, value, group=env.host_group)
-        return values
-
-    return Doctor(loop.amp, nets, rank=env.rank, agree=agree)
+    ranks = Ranks(env.host_group)
+    return Doctor(loop.amp, nets, agree=lambda value: ranks.each(lambda: value))

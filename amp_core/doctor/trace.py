@@ -6,7 +6,7 @@ each operation below autograd and autocast, with its actual inputs.
 
 Two things are recorded per tensor storage. *Origins*: the findings from which its non-finite elements descend. So a
 mask of -inf that a softmax consumed is not blamed, and of several findings the one that reached the loss or a gradient
-is. *Marks*: see `marks.py`.
+is. *Marks*: see `findings.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.checkpoints.plain_state import all_tensors
-from amp_core.doctor.findings import Finding, batch_sizes
-from amp_core.doctor.marks import Collision, Marks, collision_of, new_marks
+from amp_core.doctor.findings import Collision, Finding, Marks, batch_sizes, collision_of, new_marks
 from amp_core.doctor.operations import (
     SUBTRACTS,
     UNWRITTEN,

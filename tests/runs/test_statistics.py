@@ -68,7 +68,7 @@ class Training:
         self.batches = [torch.randn(8, 4) * 2.0**-8 for _ in range(2)]
         loop: Any = SimpleNamespace(
             cfg=SimpleNamespace(doctor=SimpleNamespace(statistics_every=every)),
-            env=SimpleNamespace(nets=[("", self.net)], device=torch.device("cpu"), rank=0, world_size=1),
+            env=SimpleNamespace(nets=[("", self.net)], device=torch.device("cpu"), host_group=None),
             nets=[self.net],
             parts={"model": self.net},
             amp=self.amp,
