@@ -437,13 +437,11 @@ class FixSearch:
             if following is None:
                 break
             names = [*names, following]
-        if not enough:
-            names = [name for module, name in self.doctor.names.items() if not any(module.children())]
-            with self.doctor.as_islands(names) as names:
-                enough = yield from self.doctor.is_finite(self.replay)
-        if not enough and "" in self.doctor.names.values():
-            with self.doctor.as_islands([""]) as names:
-                enough = yield from self.doctor.is_finite(self.replay)
+        leaves = [name for module, name in self.doctor.names.items() if not any(module.children())]
+        for whole in (leaves, [""] if "" in self.doctor.names.values() else []):
+            if whole and not enough:
+                with self.doctor.as_islands(whole) as names:
+                    enough = yield from self.doctor.is_finite(self.replay)
         return (yield from self._minimise(names)) if enough else []
 
     def _minimise(self, names: list[str]) -> Search[list[str]]:

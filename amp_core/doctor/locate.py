@@ -209,18 +209,15 @@ class Doctor:
                 "The window is not finite, and no watched operation caused it. It may have happened in "
                 "another thread or process, or in a separate step."
             )
-        rank = broken[0]
-        finding: Finding = everywhere[rank]["first"]
+        here = everywhere[broken[0]]
+        finding: Finding = here["first"]
         cause = cause_of(finding)
-        diagnosis = self.describe(finding, cause, everywhere[rank]["reached"])
-        diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = rank, broken, len(everywhere)
-        if not finding.op and (
-            alike := [b.tensor for b in everywhere[rank]["findings"] if not b.op and b is not finding]
-        ):
-            diagnosis.why += f" So were {listed(alike)}."
-        diagnosis.loss_scale = scale
+        diagnosis = self.describe(finding, cause, here["reached"])
+        diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = broken[0], broken, len(everywhere)
+        if here["before"] and not finding.op:
+            diagnosis.why += f" So were {listed(here['before'])}."
         may_be_rounding = cause in POLES or cause == "eps lost in 16 bits"
-        if may_be_rounding and everywhere[rank]["has_half"] and self.may_leave_autocast:
+        if may_be_rounding and here["has_half"] and self.may_leave_autocast:
             is_fixed = yield from self._in_fp32(diagnosis, finding, replay)
             if not is_fixed and (diagnosis.cause != cause or not has_16bit(self.nets)):  # an island does not end it
                 cause = diagnosis.cause
@@ -261,7 +258,27 @@ class Doctor:
     def _look(self, replay: Replay) -> Search[list[dict[str, Any]]]:
         """What each rank finds in the window."""
         trace, rehearsal = yield from self.trace(replay)
-        return self.agree(self._summary(trace, rehearsal))
+        first, finite = trace.first, rehearsal.is_finite
+        if first is None and not finite and trace.findings and trace.reached:
+            # Autograd's work between operations is not seen, so the trail may be lost: take the first non-finite value.
+            first = trace.findings[0] if set(trace.reached) != {REMOTE} else None
+        if first is not None:
+            first.follows_backward |= trace.is_loss_finite and 0 < trace.last_backward < first.operation
+        clips = (b for b in trace.findings if "norm" in b.op and not b.backward and b.place.module is None)
+        found = {
+            "finite": finite,
+            "first": first,
+            "reached": list(dict.fromkeys(itertools.chain(*trace.reached.values()))) if first else [],
+            "bad_tensors": trace.bad_tensors,
+            "has_half": trace.has_half,
+            "is_loss_finite": trace.is_loss_finite,
+            "grad_norm": trace.grad_norm,
+            "largest": trace.largest_gradient,
+            "clip": next(clips, None),
+            "before": [b.tensor for b in trace.findings if b.number in trace.reached and not b.op and b is not first],
+            "collisions": trace.collisions[:1],
+        }
+        return self.agree(found)
 
     def _tensors(self, window: Any) -> dict[str, Tensor]:
         batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
@@ -338,34 +355,10 @@ class Doctor:
             yield window
         return all(self.agree(rehearsal.is_finite))
 
-    def _summary(self, trace: Trace, rehearsal: Rehearsal) -> dict[str, Any]:
-        first = trace.first
-        finite = rehearsal.is_finite
-        if first is None and not finite and trace.findings and trace.reached:
-            # Autograd's work between operations is not seen, so the trail may be lost: take the first non-finite value.
-            first = trace.findings[0] if set(trace.reached) != {REMOTE} else None
-        if first is not None:
-            first.follows_backward |= trace.is_loss_finite and 0 < trace.last_backward < first.operation
-        return {
-            "finite": finite,
-            "first": first,
-            "reached": list(dict.fromkeys(itertools.chain(*trace.reached.values()))) if first else [],
-            "bad_tensors": trace.bad_tensors,
-            "has_half": trace.has_half,
-            "is_loss_finite": trace.is_loss_finite,
-            "grad_norm": trace.grad_norm,
-            "largest": trace.largest_gradient,
-            "clip": next(
-                (b for b in trace.findings if "norm" in b.op and not b.backward and b.place.module is None), None
-            ),
-            "findings": [finding for finding in trace.findings if finding.number in trace.reached][:32],
-            "collisions": trace.collisions,
-        }
-
     def _silent(self, replay: Replay, everywhere: list[dict[str, Any]]) -> Search[Diagnosis | None]:
         """Diagnose a finite window: positions that collide in 16 bits."""
         for rank, one in enumerate(everywhere):
-            for collision in one["collisions"][:1]:
+            for collision in one["collisions"]:
                 found, at = self._not_found(collision.why, "position collision"), collision.place
                 diagnosis = dataclasses.replace(found, phase="forward", op=collision.op, rank=rank, **location_of(at))
                 if collision.place.module is not None:
@@ -394,6 +387,7 @@ class Doctor:
             output=finding.output,
             reached=list(reached),
             amp=self.amp.config.name,
+            loss_scale=self.amp.scale,
             samples=finding.rows,
             tensor=finding.tensor,
         )

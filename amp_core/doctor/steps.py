@@ -39,7 +39,7 @@ def after_the_step(fixes: FixSearch) -> Search[Diagnosis | None]:
         advice = advice_for(found.cause, finding)
         advice = BY_HAND if advice is BF16 else advice  # autocast has no part in a step
         found.fixes = [] if advice is None else [advice]
-        found.phase, found.loss_scale = "step", fixes.amp.scale
+        found.phase = "step"
         found.why = f"The window is finite, and its step makes {name} not finite. {found.why}"
         return found
     why, advice = bad[0]

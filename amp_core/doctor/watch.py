@@ -25,7 +25,6 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -49,7 +48,6 @@ from amp_core.run.replay import first_sample, indices_of, replay, rerun_step, re
 from amp_core.run.resume import make_islands
 from amp_core.step.observer import Observer
 from amp_core.step.report import StepReport
-from amp_core.step.window import MicroBatch
 from amp_core.tensors import has_16bit, local
 from amp_core.torch_private import is_missing
 
@@ -61,7 +59,6 @@ _GROWN = 2.0
 _SMALL = 2**30
 """Largest state in bytes that is snapshot in host memory until there is a checkpoint."""
 _what = operator.attrgetter("cause", "op", "module", "source", "samples")
-Windows = Generator[list[MicroBatch], None, Any]
 
 
 class Watch(Observer):
@@ -144,7 +141,7 @@ class Watch(Observer):
 
     # --- the examination -------------------------------------------------------------------------------------------
 
-    def examine(self, symptoms: Symptoms) -> Windows:
+    def examine(self, symptoms: Symptoms) -> Search[Any]:
         """Yield windows to rerun; return the diagnosis, or None."""
         loop = self.loop
         yield from self.silent.examine(symptoms.step)
@@ -244,7 +241,7 @@ class Watch(Observer):
         weights = local(p for net in self.loop.nets for p in net.parameters())
         return all(self.doctor.agree(all(map(is_finite, weights))))
 
-    def _hold_against_the_start(self, diagnosis: Diagnosis, step: int) -> Windows:
+    def _hold_against_the_start(self, diagnosis: Diagnosis, step: int) -> Search[Any]:
         """Change the diagnosis if training diverges, whatever the precision."""
         loop = self.loop
         # Also of a first step: a window that was skipped for one optimizer was not for another.
@@ -277,7 +274,7 @@ class Watch(Observer):
         largest = max(losses) if losses and all(map(math.isfinite, losses)) else math.nan
         return largest, self.doctor.over_ranks(norm for _, norm in found)
 
-    def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Windows:
+    def _heal(self, diagnosis: Diagnosis, step: int, streak: int) -> Search[Any]:
         loop, policy = self.loop, self.loop.amp.scaler.policy
         make_islands(loop, diagnosis.islands)
         diagnosis.healed = True
@@ -332,7 +329,7 @@ def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
         diagnosis.samples = [batch[row] for row in rows]
 
 
-def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Windows:
+def diagnose_step(loop: Loop, step: int, found: list[Diagnosis | None]) -> Search[Any]:
     """A driver (`env.driver`) that trains up to a step of a run again and examines it. Fills `found`."""
     if step <= loop.step:
         raise ConfigError(f"--step {step}: the checkpoint is at step {loop.step}; expected a later step")
