@@ -53,7 +53,7 @@ _LEAST_SCALE = -24
 
 
 class Trial(NamedTuple):
-    """For how many steps training is finite."""
+    """For how many steps training is finite, at a loss scale and with islands."""
 
     steps: int
     most: int
@@ -64,6 +64,9 @@ class Trial(NamedTuple):
     """The largest of each step."""
     is_flat: bool = False
     """All gradients are 0, and in 32 bits they are not."""
+    scale: float = 1.0
+    islands: Sequence[str] = ()
+    """Those that could be made."""
 
     @property
     def holds(self) -> bool:
@@ -108,16 +111,16 @@ class FixSearch:
         what = f"gradients exceed {grads.dtype}" if grads and is_backward else "the loss exceeds float32"
         diagnosis.cause = "loss scale too large"
         diagnosis.why = f"With a loss scale of {scale:g} {what}; with {fits:g} the window is finite."
-        largest, (trial, fits) = fits, (yield from self._at_smaller_scales(fits))
-        diagnosis.scale_that_fits = fits
+        trial = yield from self._at_smaller_scales(fits)
+        diagnosis.scale_that_fits = trial.scale
         if not trial.holds:
-            yield from self._give_up(diagnosis, f"loss scale {fits:g}", trial, is_said=fits == largest)
+            yield from self._give_up(diagnosis, f"loss scale {trial.scale:g}", trial, is_said=trial.scale == fits)
             return
         plain = self.doctor.plain
         grown = scale > policy.init_scale and not (plain and plain.scaler)  # torch's has no cap
         if not policy.dynamic:  # which cannot come down where a later window needs less
-            trial, fits = (yield from self.lasts(fits / 2)), fits / 2
-            diagnosis.scale_that_fits = fits
+            trial = yield from self.lasts(trial.scale / 2)
+        diagnosis.scale_that_fits = fits = trial.scale
         fields = {"max_scale": fits} if grown else {"init_scale": fits}
         text = "cap the loss scale" if grown else "begin with a smaller loss scale"
         if fits < policy.min_scale:
@@ -183,19 +186,17 @@ class FixSearch:
         """Put a loss scale below 1 before the other fixes, if there is one that fits."""
         fits = yield from self.largest_scale(min(diagnosis.loss_scale, 1.0), _LEAST_SCALE)
         if fits is not None:
-            trial, fits = yield from self._at_smaller_scales(fits)
+            trial = yield from self._at_smaller_scales(fits)
             if trial.holds:
-                diagnosis.scale_that_fits = fits
+                diagnosis.scale_that_fits = fits = trial.scale
                 fix = self._scale_fix("scale the loss down", trial, init_scale=fits, min_scale=2.0**_LEAST_SCALE)
                 diagnosis.fixes.insert(0, fix)
 
     def _try_islands(self, diagnosis: Diagnosis) -> Search[bool | None]:
         """Add islands to a diagnosis. False: none make the window finite; None: in no precision do they last."""
         scale, module = diagnosis.loss_scale, diagnosis.module
-        names, made = [] if module is None else [module], []
-        trial, fits = Trial(0, 1, False), scale
-        if names:
-            trial, fits, made = yield from self._islands_at(names, scale)
+        names = [] if module is None else [module]
+        trial = (yield from self._islands_at(names, scale)) if names else Trial(0, 1, False)
         if not trial.steps:
             # A window that a smaller loss scale fixes needs no island.
             with self.amp.scaler.held_at(min(scale, 1.0)):
@@ -203,22 +204,22 @@ class FixSearch:
                 names = yield from self.smallest_islands(module, is_too_small=bool(names) and was_eager)
             if not names:
                 return False
-            trial, fits, made = yield from self._islands_at(names, scale)
+            trial = yield from self._islands_at(names, scale)
         with contextlib.ExitStack() as compiled:
             if outside := not trial.steps and may_compile():
                 # By default a compiled backward pass keeps the forward's autocast.
                 compiled.enter_context(backward_outside_autocast())
-                trial, fits, made = yield from self._islands_at(names, scale)
+                trial = yield from self._islands_at(names, scale)
             if trial.steps and not trial.holds:
-                first, broken = f"{modules_listed(made)} in fp32", trial
-                first += f" at loss scale {fits:g}" if fits < scale else ""
+                first, broken = f"{modules_listed(trial.islands)} in fp32", trial
+                first += f" at loss scale {trial.scale:g}" if trial.scale < scale else ""
                 first += f" and with {BACKWARD}" if outside else ""
                 wide = yield from self._in_fp32()
                 for _ in range(_MOST_ROUNDS if wide.holds else 0):
-                    with self.doctor.as_islands(made):
-                        following = yield from self._first_module_at(fits, trial.steps)
+                    with self.doctor.as_islands(trial.islands):
+                        following = yield from self._first_module_at(trial.scale, trial.steps)
                     names = [""] if following is None or following in names else [*names, following]
-                    trial, fits, made = yield from self._islands_at(names, scale)
+                    trial = yield from self._islands_at(names, scale)
                     if trial.holds or names == [""]:
                         break
                 if not trial.holds:
@@ -227,8 +228,8 @@ class FixSearch:
         is_far = bool(trial.steps) and (yield from self._is_far_from_fp32(trial))
         if is_far and names != [""]:  # more than this was lost to 16 bits
             whole = yield from self._islands_at([""], scale)
-            if whole[2]:  # else the network cannot be one, as where Accelerate has patched its forward
-                trial, fits, made = whole
+            if whole.islands:  # else the network cannot be one, as where Accelerate has patched its forward
+                trial = whole
                 is_far = not trial.holds or (yield from self._is_far_from_fp32(trial))
         if is_far or not trial.steps:
             why = "finite, but not when it is rerun: does it change its batch?"
@@ -236,23 +237,22 @@ class FixSearch:
                 why = "finite in eager code, but not as it is compiled here"
             if trial.is_flat or is_far:
                 why = "finite, and " + ("all gradients are 0" if trial.is_flat else "its loss is far from that in fp32")
-            text = f"compute in fp32: {modules_listed(made)}: {why}"
-            diagnosis.fixes.append(Fix("override", text, python=self._call(made), verified=False))
+            text = f"compute in fp32: {modules_listed(trial.islands)}: {why}"
+            diagnosis.fixes.append(Fix("override", text, python=self._call(trial.islands), verified=False))
             return True
-        diagnosis.islands = made
-        diagnosis.scale_that_fits = fits if fits < scale else None
-        fix = self.island_fix(made, diagnosis.scale_that_fits, trial.steps)
+        diagnosis.islands = list(trial.islands)
+        diagnosis.scale_that_fits = trial.scale if trial.scale < scale else None
+        fix = self.island_fix(trial.islands, diagnosis.scale_that_fits, trial.steps)
         if outside:
             text = f"{fix.text}; and compile backward passes outside autocast"
             fix = dataclasses.replace(fix, text=text, override=None, python=f"{BACKWARD}; {fix.python}")
         diagnosis.fixes.append(fix)
         return True
 
-    def _islands_at(self, names: list[str], scale: float) -> Search[tuple[Trial, float, list[str]]]:
-        """How long islands last, the loss scale, and the islands that could be made."""
+    def _islands_at(self, names: list[str], scale: float) -> Search[Trial]:
+        """How long islands last."""
         with self.doctor.as_islands(names) as made:
-            trial, fits = yield from self._at_smaller_scales(scale)
-        return trial, fits, made
+            return (yield from self._at_smaller_scales(scale))._replace(islands=made)
 
     def _give_up(self, diagnosis: Diagnosis, what: str, trial: Trial, *, is_said: bool = False) -> Search[None]:
         """Report that a fix does not last, and what else to do."""
@@ -292,15 +292,15 @@ class FixSearch:
                     told = rehearsal.losses
                     is_told = bool(told) or rehearsal.has_gradients  # of a loss, or of gradients that a recipe has
                     finite = is_told and all(bool(loss.isfinite().all()) for loss in told)
-                    return Trial(step, most, all(self.agree(finite)), self.agree(losses)[0])
+                    return Trial(step, most, all(self.agree(finite)), self.agree(losses)[0], scale=scale)
                 losses.append(self.loss_of(rehearsal))
                 has_slope = has_slope or any(self.agree(rehearsal.has_slope))
         if not has_slope and self.doctor.may_leave_autocast:
             with without_autocast(), in_32_bits(self.doctor.nets), self.replay() as (rehearsal, window):
                 yield window
             if any(self.agree(rehearsal.has_slope and rehearsal.is_finite)):
-                return Trial(0, most, True, is_flat=True)
-        trial = Trial(most, most, True, self.agree(losses)[0])
+                return Trial(0, most, True, is_flat=True, scale=scale)
+        trial = Trial(most, most, True, self.agree(losses)[0], scale=scale)
         self._growing = trial if trial.grows else None
         return trial
 
@@ -346,20 +346,18 @@ class FixSearch:
         found = self.agree(trace.first and trace.first.place.module)
         return next((module for module in found if module is not None and module not in others_than), None)
 
-    def _at_smaller_scales(self, scale: float) -> Search[tuple[Trial, float]]:
-        """How long training is finite at the largest loss scale that fits, and that scale."""
+    def _at_smaller_scales(self, scale: float) -> Search[Trial]:
+        """How long training is finite at the largest loss scale that fits."""
         trial = yield from self.lasts(scale)
-        has_scale = self.amp.scaler.policy is not None
-        if not trial.steps and has_scale:
-            fits = yield from self.largest_scale(scale)
-            if fits is not None:
-                trial, scale = (yield from self.lasts(fits)), fits
-        for halvings in _HALVINGS if has_scale and trial.steps else ():
-            if trial.holds or not trial.has_finite_losses or scale <= 1.0:
+        if self.amp.scaler.policy is None:
+            return trial
+        if not trial.steps and (fits := (yield from self.largest_scale(scale))) is not None:
+            trial = yield from self.lasts(fits)
+        for halvings in _HALVINGS if trial.steps else ():
+            if trial.holds or not trial.has_finite_losses or trial.scale <= 1.0:
                 break
-            scale = max(scale / 2**halvings, 1.0)
-            trial = yield from self.lasts(scale)
-        return trial, scale
+            trial = yield from self.lasts(max(trial.scale / 2**halvings, 1.0))
+        return trial
 
     def largest_scale(self, scale: float, least: int = 0) -> Search[float | None]:
         """The largest power of two below `scale`, from 2^least, at which the window is finite; None: there is none."""
@@ -402,7 +400,7 @@ class FixSearch:
             python = f'torch.amp.GradScaler("{self.amp.device.type}", init_scale={scale:.17g}{more})'
         return Fix("override", text, override, python, True, trial.steps)
 
-    def island_fix(self, names: list[str], scale: float | None = None, steps: int = 1) -> Fix:
+    def island_fix(self, names: Sequence[str], scale: float | None = None, steps: int = 1) -> Fix:
         """A fix that keeps modules in fp32, and begins with a smaller loss scale."""
         text = f"compute in fp32: {modules_listed(names)}"
         # An override replaces the list: include the existing islands.
@@ -413,7 +411,7 @@ class FixSearch:
             python += f"; {self._scale_fix('', Trial(1, 1, True), init_scale=scale).python}"
         return Fix("override", text, override, python, True, steps)
 
-    def _call(self, names: list[str]) -> str:
+    def _call(self, names: Sequence[str]) -> str:
         return keep_fp32_call(names, [name for name, _ in self.doctor.nets])
 
     # --- islands ------------------------------------------------------------------------------------------------------
