@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from amp_core.doctor.findings import Finding
 from amp_core.doctor.places import Location, called
 from amp_core.doctor.values import Range
@@ -37,17 +39,6 @@ _DEVIATIONS = {"std", "var", "std_mean", "var_mean"}
 _LOSSES_OF_CLASSES = {"nll_loss_forward", "nll_loss2d_forward"}
 _AVERAGES = {"mean", *_DEVIATIONS, *_LOSSES_OF_CLASSES}
 _DECOMPOSITIONS = {"linalg_svd", "linalg_eigh", "linalg_eig"}
-_LIMITS = {
-    "float16": 65504.0,
-    "bfloat16": 3.39e38,
-    **dict.fromkeys(("float64", "complex128"), 1.8e308),
-    "float8_e4m3fn": 448.0,
-    "float8_e4m3fnuz": 240.0,
-    "float8_e5m2": 57344.0,
-    "float8_e5m2fnuz": 57344.0,
-}
-"""The largest numbers, where they are not about that of float32."""
-_FLOAT8 = tuple(name for name in _LIMITS if name.startswith("float8"))
 _BCE = {"bce", "wide bce"}
 _LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy"}
 _HAVE_ENDS = {"acos", "asin", "acosh", "atanh", "logit", "erfinv"}
@@ -220,7 +211,7 @@ def cause_of(finding: Finding) -> Cause:
     if finding.tensor and finding.output.dtype == "float16":
         return "bad input"
     # bfloat16 has the range of float32.
-    if finding.output.dtype not in ("float16", *_FLOAT8) or (finding.wide or 0) > LARGEST:
+    if not finding.output.dtype.startswith(("float16", "float8")) or (finding.wide or 0) > LARGEST:
         return "overflow in fp32"
     if name in ("_to_copy", "copy"):
         return "overflow in a cast"
@@ -255,7 +246,8 @@ _WHY: dict[Cause, str] = {
 def explain(finding: Finding, cause: Cause) -> str:
     """The cause as a sentence."""
     dtype = finding.output.dtype
-    limit = _LIMITS.get(dtype, 3.4e38)
+    limit = torch.finfo(getattr(torch, dtype)).max
+    ends = f"{dtype} ends at {limit:.3g}" if limit > 1e6 else f"{dtype} ends at {limit:g}"
     what, forward = finding.operator, finding.place.forward.strip("_")
     pass_ = f"the backward pass of {forward}" if forward and finding.backward else what
     marks = dict(sorted(finding.marks))
@@ -299,15 +291,15 @@ def explain(finding: Finding, cause: Cause) -> str:
         if cause == "poisoned buffer" and finding.op:
             return f"{finding.tensor} holds a number below 0, and a variance has none."
         if finding.op:
-            return f"{finding.tensor} holds numbers up to {finding.wide:.4g}, and {dtype} ends at {limit:g}."
+            return f"{finding.tensor} holds numbers up to {finding.wide:.4g}, and {ends}."
         return f"{finding.tensor} was not finite before the window began."
     reach = f"of the size {finding.wide:.4g} in float64" if finding.wide is not None else "not finite"
     reach = "infinite in float64, too" if finding.wide == math.inf else reach
-    text = f"The result of {pass_} is {reach}, and {dtype} ends at {limit:g}"
+    text = f"The result of {pass_} is {reach}, and {ends}"
     if cause == "overflow in a cast" and finding.wide is not None:
-        text = f"A number of the size {finding.wide:.4g} was cast to {dtype}, which ends at {limit:g}"
+        text = f"A number of the size {finding.wide:.4g} was cast to {ends.replace(' ', ', which ', 1)}"
     elif finding.wide is not None and finding.wide <= limit:
-        return f"{pass_} is not finite in {dtype}, which ends at {limit:g}, and {reach}."
+        return f"{pass_} is not finite in {ends.replace(' ', ', which ', 1)}, and {reach}."
     return f"{text}{'; it then became NaN' if finding.has_nan and cause != 'overflow in a cast' else ''}."
 
 
@@ -410,6 +402,6 @@ def advice_for(cause: Cause, finding: Finding) -> Fix | None:
         alone = what in _DEVIATIONS and finding.at_a_pole != "no elements"
         return Fix("code", f"leave out what has {'one element alone' if alone else 'no elements to average'}")
     advice = ADVICE.get(cause)
-    if advice is BF16 and (finding.wide or 0.0) > 3.3895313892515355e38:  # ends there
+    if advice is BF16 and (finding.wide or 0.0) > torch.finfo(torch.bfloat16).max:
         return Fix("code", "use a smaller number, such as torch.finfo(x.dtype).min for a mask")
     return advice

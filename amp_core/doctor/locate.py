@@ -68,11 +68,7 @@ class Doctor:
     """
 
     def __init__(
-        self,
-        amp: Amp,
-        nets: nn.Module | Iterable[tuple[str, nn.Module]],
-        *,
-        agree: Agree | None = None,
+        self, amp: Amp, nets: nn.Module | Iterable[tuple[str, nn.Module]], *, agree: Agree | None = None
     ) -> None:
         self.amp = amp
         self.nets = [(name, unwrap(net)) for name, net in ([("", nets)] if isinstance(nets, nn.Module) else nets)]
