@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -115,8 +116,8 @@ class Trace(Observer, DispatchMode):
         self.is_loss_finite, self.grad_norm, self.largest_gradient = True, 0.0, (0.0, "")
         """The gradient norm in float64, of this rank's shards; that of the largest gradient, and its weight."""
         self.places = Places(names, self._keep_results)
-        self._origins: dict[int, frozenset[int]] = {}
-        self._marks: dict[int, Marks] = {}
+        self._origins = defaultdict[int, frozenset[int]](frozenset)
+        self._marks = defaultdict[int, Marks](frozenset)
         self._bad_results: dict[str, Tensor] = {}
         self._results: list[Tensor] = []
         self._numbers: frozenset[int] = frozenset()
@@ -195,7 +196,7 @@ class Trace(Observer, DispatchMode):
 
     def origin_of(self, tensor: Tensor) -> Finding | None:
         """The first operation that made a tensor non-finite; None if none is known."""
-        numbers = [n for n in self._origins.get(storage_key(tensor), ()) if n >= 0 and self.findings[n].op]
+        numbers = [n for n in self._origins[storage_key(tensor)] if n >= 0 and self.findings[n].op]
         return self.findings[min(numbers)] if numbers else None
 
     def conclude(self) -> bool:
@@ -214,7 +215,7 @@ class Trace(Observer, DispatchMode):
 
     def _note(self, tensor: Tensor, what: str) -> None:
         key = storage_key(tensor)
-        origins = self._origins.get(key, frozenset())
+        origins = self._origins[key]
         if not any(origin >= 0 or origin < CONSTANT for origin in origins):
             origins = frozenset({REMOTE if key in self._shared or REMOTE in origins else OUTSIDE})
         for origin in origins:
@@ -276,9 +277,9 @@ class Trace(Observer, DispatchMode):
         if "c10d" in func.namespace or func.overloadpacket.__name__ == "all_gather_copy_in":
             # It may still run when it returns. Data of other ranks is checked where it is used; this rank's is in it.
             keys = {storage_key(tensor) for _, tensor in named}
-            origins = frozenset().union(*(self._origins.get(key, frozenset()) for key in keys))
+            origins = frozenset().union(*(self._origins[key] for key in keys))
             self._shared.update(keys)
-            self._origins.update(dict.fromkeys(keys if origins else (), origins))
+            self._origins.update(dict.fromkeys(keys, origins))
             return None
         self.num_operations += 1
         name = func.overloadpacket.__name__
@@ -301,7 +302,7 @@ class Trace(Observer, DispatchMode):
     def _end(self, call: Call, result: Any) -> None:
         """Check what an operation has computed."""
         if call.name == "_local_scalar_dense" and not (isinstance(result, complex) or math.isfinite(result)):
-            self._numbers = self._origins.get(call.inputs[0].key, frozenset()) if call.inputs else frozenset()
+            self._numbers = self._origins[call.inputs[0].key] if call.inputs else frozenset()
         if call.name in UNWRITTEN:
             for key in map(storage_key, all_tensors(result)):
                 self._unwritten.add(key)
@@ -332,24 +333,16 @@ class Trace(Observer, DispatchMode):
             in_place = key in call.keys
             if not in_place:  # new memory, perhaps of a freed tensor
                 self._shared.discard(key)
-            self._update(self._marks, key, marks, keep=in_place)
+            self._marks[key] = marks | self._marks[key] if in_place else marks
             is_bad = any(tensor is each for each in bad)
             if is_bad and not tensor.ndim and call.inputs:
                 self._bad_results["the loss"] = tensor
             # A write to a part of a storage does not change the rest.
-            keep = in_place and (is_bad or not is_whole(tensor))
-            self._update(self._origins, key, origins if is_bad else frozenset(), keep=keep)
+            kept = self._origins[key] if in_place and (is_bad or not is_whole(tensor)) else frozenset()
+            self._origins[key] = kept | origins if is_bad else kept
 
     def _marks_of(self, inputs: Sequence[Input]) -> Marks:
-        return frozenset().union(*(self._marks.get(each.key, frozenset()) for each in inputs))
-
-    @staticmethod
-    def _update(table: dict[int, frozenset[Any]], key: int, value: frozenset[Any], *, keep: bool) -> None:
-        value = value | table.get(key, frozenset()) if keep else value
-        if value:
-            table[key] = value
-        else:
-            table.pop(key, None)
+        return frozenset().union(*(self._marks[each.key] for each in inputs))
 
     # --- origins --------------------------------------------------------------------------------------------------
 
@@ -357,13 +350,13 @@ class Trace(Observer, DispatchMode):
         """The origins of the non-finite elements of `bad`: those of the inputs, or this operation."""
         # Some collectives (gloo's) end with a copy from their own memory.
         to = storage_key(call.args[0]) if call.name == "copy_" else None
-        received = self._origins.get(to) or {REMOTE} if to in self._shared else None
+        received = self._origins[to] or {REMOTE} if to in self._shared else None
         unread = unread_by(call, bad)
         read = [each for each in call.inputs if each.key not in unread and has_numbers(each.tensor)]
         given = [each for each in read if not is_finite(each.tensor)]
         origins: set[int] = set()
         for each in given:
-            origins |= self._origins.get(each.key) or received or self._unknown(each, call.place)
+            origins |= self._origins[each.key] or received or self._unknown(each, call.place)
         scalars = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, float)]
         if not origins and not all(map(math.isfinite, scalars)):
             origins |= {origin for origin in self._numbers if origin >= 0}
@@ -444,7 +437,7 @@ class Trace(Observer, DispatchMode):
         wide = in_float64(call, output)
         at_a_pole = pole(call.name, call.args, [each.tensor for each in call.inputs])
         moved = floats[-1:] if call.name in ("_to_copy", "copy_") else []
-        held = [name for each in moved for kind, name in self._marks.get(each.key, ()) if kind == "input"]
+        held = [name for each in moved for kind, name in self._marks[each.key] if kind == "input"]
         variances = [(n, each.tensor) for n, each in zip(known, floats, strict=True) if "running_var" in n]
         held += [n for n, tensor in variances if bool((tensor < 0).any())]
         of_the_last = self._marks_of(floats[-1:])  # the divisor

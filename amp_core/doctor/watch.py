@@ -25,6 +25,7 @@ import logging
 import math
 import operator
 import re
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Watch(Observer):
         device = loop.env.device
         self._firsts = torch.zeros(2, dtype=torch.int64, device=device)
         self._skipped_before: dict[str, int] = {}
-        self._bad_losses: dict[str, Tensor] = {}
+        self._bad_losses = defaultdict[str, Tensor](lambda: torch.zeros_like(self._firsts[1]))
         self._origin: dict[str, Any] | None = None
         self._origin_step = -1
         self._begin = 0
@@ -99,8 +100,6 @@ class Watch(Observer):
         """Count non-finite losses, and record the first of them and the first skipped step. No host-device sync."""
         finite = report.taken if loss is None else torch.isfinite(loss.detach())
         bad = torch.stack([report.taken, finite]).logical_not_()
-        if of not in self._bad_losses:
-            self._bad_losses[of] = torch.zeros_like(self._firsts[1])
         self._bad_losses[of] += bad[1]
         torch.maximum(self._firsts, bad * (_NEVER - (self.loop.step + 1)), out=self._firsts)
 
