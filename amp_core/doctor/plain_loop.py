@@ -22,7 +22,7 @@ from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.operations import is_view
 from amp_core.doctor.places import current_node
 from amp_core.doctor.trace import DispatchMode, Trace
-from amp_core.doctor.values import HALF, dense, is_finite, is_plain, named_tensors, own_names, parts_of
+from amp_core.doctor.values import HALF, compared, dense, is_finite, is_plain, named_tensors, own_names, parts_of
 from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import changed
 from amp_core.memory.compiled import eagerly, may_compile
@@ -208,7 +208,6 @@ class PlainLoop:
         params, held, scalers = self._params(), self._held, set[torch.amp.GradScaler]()
         backward, kind = torch.Tensor.backward, torch.amp.GradScaler
         update, scale, step, unscale = kind.update, kind.scale, kind.step, kind.unscale_
-        unscaled = set[torch.optim.Optimizer]()
 
         def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             self.is_torchs = True
@@ -229,7 +228,8 @@ class PlainLoop:
             require_no_closure(optimizer)
             if args[1:] or kwargs:
                 raise TypeError(f"{type(optimizer).__name__}.step() was given a closure; expected a step without one")
-            if optimizer not in unscaled and any(each.get_scale() != 1.0 for each in scalers):
+            is_unscaled = optimizer in rehearsal.optimizers  # by its scaler, before this
+            if not is_unscaled and any(each.get_scale() != 1.0 for each in scalers):
                 self.steps_scaled = type(optimizer).__name__
             _tell(self.amp, rehearsal, weights_of(optimizer))  # perhaps of torch.autograd.grad
             rehearsal.optimizers.add(optimizer)
@@ -251,11 +251,10 @@ class PlainLoop:
 
         def told_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             rehearsal.optimizers.add(optimizer)  # it may skip
-            unscaled.add(optimizer)
             return step(scaler, optimizer, *args, **kwargs)
 
         def told_unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-            unscaled.add(optimizer)
+            rehearsal.optimizers.add(optimizer)
             unscale(scaler, optimizer)
 
         with (
@@ -343,14 +342,11 @@ def with_own_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Other values of attributes."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
+    with contextlib.ExitStack() as undone:
         for name, value in values.items():
+            undone.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
@@ -427,15 +423,11 @@ def in_one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def with_finite(tensor: Tensor, number: float) -> Iterator[None]:
     """A number in place of those of a tensor that are not finite."""
-    kept = [(part, part.clone()) for part in _memory_of(tensor)]
-    for part, then in kept:
-        wide = then.float() if then.dtype.itemsize == 1 else then  # float8
-        _write(part, wide.nan_to_num(number, number, number))
-    try:
+    with contextlib.ExitStack() as undone:
+        for part in _memory_of(tensor):
+            undone.callback(_write, part, part.clone())
+            _write(part, compared(part).nan_to_num(number, number, number))
         yield
-    finally:
-        for part, then in kept:
-            _write(part, then)
 
 
 def _memory_of(tensor: Tensor) -> list[Tensor]:
