@@ -275,7 +275,8 @@ def explain(finding: Finding, cause: Cause) -> str:
             such = "as where a recursion begins with -inf, or a sum over nothing is subtracted from what is masked"
             return f"{what} was given infinities of the same sign, whose difference is NaN, {such}."
         such = "as in a row of attention whose keys are all masked"
-        return f"Along its dimension {what} got only infinities, {such}."
+        beyond = f" Some of them came from {marks['beyond']}, beyond its range." if "beyond" in marks else ""
+        return f"Along its dimension {what} got only infinities, {such}.{beyond}"
     if cause in ("not found", "poisoned tensor"):
         origin = "it is a tensor that the program holds"
         if cause == "not found":

@@ -375,6 +375,12 @@ class Trace(Observer, DispatchMode):
         is_emptied = is_nan and is_mask and (call.name in _TAKES_MASKS or "attention" in call.name)
         if not is_emptied and constants - {CONSTANT}:
             return frozenset(constants - {CONSTANT})
+        beyond = [self.constants[CONSTANT - n - 1] for n in constants if n < CONSTANT]
+        beyond = [each for each in beyond if not each.is_constant]
+        if is_emptied and beyond:
+            first = beyond[0]
+            what = f"{first.operator} in {first.output.dtype} at {first.place.source}"
+            marks |= {("beyond", what)}
         finding = self._finding(call, bad[0], is_nan, bool(constants), marks)
         # Sums of masks and scores are treated like an infinity that the program writes.
         is_mask = call.base in SUBTRACTS and not (is_nan or has_positive_infinity(bad[0]))
