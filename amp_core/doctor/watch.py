@@ -80,8 +80,8 @@ class Watch(Observer):
         self._firsts = torch.zeros(2, dtype=torch.int64, device=device)
         self._skipped_before: dict[str, int] = {}
         self._bad_losses = defaultdict[str, Tensor](lambda: torch.zeros_like(self._firsts[1]))
-        self._origin: dict[str, Any] | None = None
-        self._origin_step = -1
+        self._origin: tuple[int, Any] | None = None
+        """The step and the state that the run began with."""
         self._begin = 0
         """The step after which the data workers were started."""
 
@@ -91,7 +91,7 @@ class Watch(Observer):
         """Snapshot the initial state, if it is small, until there is a checkpoint."""
         weights = [p for net in self.loop.nets for p in net.parameters()]
         if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
-            self._origin, self._origin_step = snapshot(self.loop), self.loop.step
+            self._origin = self.loop.step, snapshot(self.loop)
         self._begin = self.loop.step
         self._skipped_before = {of: int(meter.num_skipped) for of, meter in self.loop.metrics.meters.items()}
         return contextlib.nullcontext()
@@ -161,7 +161,8 @@ class Watch(Observer):
         diagnosis = (yield from self._diagnose(first)) or self._by_worker(first)
         is_poisoned = diagnosis is not None and diagnosis.cause == "poisoned weight"
         if is_poisoned or (diagnosis is None and not unchanged):
-            start = self._start_before(first)
+            start = loop.checkpoint.newest_before(first) or self._origin
+            start = start if start is not None and start[0] < first else None
             found = (yield from self._from_checkpoint(start, first)) if start is not None else None
             if start is not None and (diagnosis is None or (found and found.cause == "poisoned by the optimizer")):
                 diagnosis = found
@@ -214,12 +215,6 @@ class Watch(Observer):
                 return diagnosis
         return None
 
-    def _start_before(self, step: int) -> tuple[int, Any] | None:
-        checkpoint = self.loop.checkpoint.newest_before(step)
-        if checkpoint is not None:
-            return checkpoint
-        return (self._origin_step, self._origin) if self._origin is not None and self._origin_step < step else None
-
     def _from_checkpoint(self, start: tuple[int, Any], step: int) -> Search[Diagnosis | None]:
         loop = self.loop
         if start[0] + 1 < step:
@@ -248,7 +243,7 @@ class Watch(Observer):
             return
         loss, norm = yield from self._loss_and_norm(step)
         with trying(loop, step):
-            restore(loop, self._origin)
+            restore(loop, self._origin[1])
             first_loss, first_norm = yield from self._loss_and_norm(step)
         # A recipe may report no loss. One that is NaN now is no better than one that has grown.
         has_grown = math.isfinite(first_loss) and not loss <= first_loss + abs(first_loss)
@@ -256,7 +251,7 @@ class Watch(Observer):
             how = "" if loop.amp.dtype is torch.float32 else "without autocast "
             diagnosis.diverges(
                 f" But {how}the loss of this window is {loss:.4g}, and {first_loss:.4g} with the weights "
-                f"of step {self._origin_step}, whose norm has grown from {first_norm:.4g} to {norm:.4g}."
+                f"of step {self._origin[0]}, whose norm has grown from {first_norm:.4g} to {norm:.4g}."
             )
 
     def _loss_and_norm(self, step: int) -> Search[tuple[float, float]]:
