@@ -150,7 +150,7 @@ class Diagnosis:
         yield "source", self.source and self.source + (f"    {self.code}" if self.code else "")
         yield from (("" if i else "input", str(each)) for i, each in enumerate(self.inputs))
         yield "output", "" if self.output is None else str(self.output).removeprefix("output ")
-        yield "reached", ", ".join(self.reached[:3]) + _and_more(len(self.reached) - 3)
+        yield "reached", listed(self.reached, 3)
         scale = f", loss scale {self.loss_scale:g}" if self.loss_scale else ""
         yield "mode", self.amp and f"amp={self.amp}{scale}" + (f"; {self.weights}" if self.weights else "")
         what, of = ("rows", "batch") if self.in_python else ("samples", "training data")
@@ -311,12 +311,9 @@ def location_of(place: Location) -> dict[str, Any]:
     return {"module": place.module, "module_class": place.kind, "source": place.source, "code": place.code}
 
 
-def listed(samples: Sequence[Any]) -> str:
-    return ", ".join(map(str, samples[:8])) + _and_more(len(samples) - 8)
-
-
-def _and_more(count: int) -> str:
-    return f" and {count} more" if count > 0 else ""
+def listed(each: Sequence[Any], most: int = 8) -> str:
+    more = len(each) - most
+    return ", ".join(map(str, each[:most])) + (f" and {more} more" if more > 0 else "")
 
 
 POLES: set[Cause] = {"division or logarithm of zero", "underflow in fp32", "outside the domain of a function"}

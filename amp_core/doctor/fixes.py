@@ -75,7 +75,9 @@ class Trial(NamedTuple):
     @property
     def grows(self) -> bool:
         """Whether the loss grows in every step, and much in all: no success, also where it is finite."""
-        return all(a < b for a, b in itertools.pairwise(self.losses)) and has_grown(self.losses)
+        losses = self.losses
+        rises = bool(losses) and all(a < b for a, b in itertools.pairwise(losses))
+        return rises and losses[-1] - losses[0] > _GROWN * abs(losses[0])
 
 
 class FixSearch:
@@ -458,10 +460,6 @@ class FixSearch:
                     break
                 parts = min(parts * 2, len(names))
         return names
-
-
-def has_grown(losses: Sequence[float]) -> bool:
-    return bool(losses) and losses[-1] - losses[0] > _GROWN * abs(losses[0])
 
 
 def _ordinal(number: int) -> str:

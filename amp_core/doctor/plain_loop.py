@@ -32,8 +32,6 @@ from amp_core.step.report import Rehearsal
 from amp_core.step.steppable import require_no_closure
 from amp_core.tensors import is_sharded, local
 
-Held = dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]
-
 
 class _NotFiniteError(BaseException):
     """Ends a window whose loss is not finite; no handler of `Exception` may take it."""
@@ -73,7 +71,7 @@ class PlainLoop:
         parts = itertools.chain(*map(_memory_of, named_tensors((), batch).values()))
         self._batch = [(part, part.clone()) for part in parts]
         self._rehearsals: list[Rehearsal] = []
-        self._held: Held = {}
+        self._held = dict[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]()
 
     @contextlib.contextmanager
     def replay(

@@ -224,16 +224,13 @@ class Watch(Observer):
             while loop.step < step - 1:
                 with rerun_step(loop) as window:
                     yield window
-                if not self._has_finite_weights():  # made so by this step
+                weights = local(p for net in loop.nets for p in net.parameters())
+                if not all(self.doctor.agree(all(map(is_finite, weights)))):  # made so by this step
                     return (yield from self._from_checkpoint(start, loop.step))
             diagnosis = yield from self._diagnose(step)
             if diagnosis is not None:
                 diagnosis.step = step
             return diagnosis
-
-    def _has_finite_weights(self) -> bool:
-        weights = local(p for net in self.loop.nets for p in net.parameters())
-        return all(self.doctor.agree(all(map(is_finite, weights))))
 
     def _hold_against_the_start(self, diagnosis: Diagnosis, step: int) -> Search[Any]:
         """Change the diagnosis if training diverges, whatever the precision."""
