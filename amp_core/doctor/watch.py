@@ -162,11 +162,11 @@ class Watch(Observer):
         is_poisoned = diagnosis is not None and diagnosis.cause == "poisoned weight"
         if is_poisoned or (diagnosis is None and not unchanged):
             start = loop.checkpoint.newest_before(first) or self._origin
-            start = start if start is not None and start[0] < first else None
-            found = (yield from self._from_checkpoint(start, first)) if start is not None else None
-            if start is not None and (diagnosis is None or (found and found.cause == "poisoned by the optimizer")):
-                diagnosis = found
-                weights = f"the weights of the step, trained again from step {start[0]}"
+            if start is not None and start[0] < first:
+                found = yield from self._from_checkpoint(start, first)
+                if diagnosis is None or (found and found.cause == "poisoned by the optimizer"):
+                    diagnosis = found
+                    weights = f"the weights of the step, trained again from step {start[0]}"
         if diagnosis is None:
             diagnosis = Diagnosis(
                 "not found",
