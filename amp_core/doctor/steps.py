@@ -59,12 +59,7 @@ def _weights_after(
 ) -> Search[tuple[list[Bad], set[torch.optim.Optimizer], bool]]:
     """What steps make non-finite, the optimizers, and whether one of torch's own did it."""
     names = own_names(fixes.doctor.nets)
-    bad, used, by_torch, losses = (
-        list[tuple[str, Fix | None]](),
-        set[torch.optim.Optimizer](),
-        set[Tensor](),
-        list[float](),
-    )
+    bad, used, by_torch, losses = list[Bad](), set[torch.optim.Optimizer](), set[Tensor](), list[float]()
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if type(optimizer).__module__.startswith("torch."):
@@ -104,7 +99,7 @@ def _origin_after(fixes: FixSearch) -> Search[tuple[str, Finding] | None]:
     return next((each for on_rank in fixes.agree(found[:1]) for each in on_rank), None)
 
 
-def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> tuple[str, Fix | None]:
+def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: dict[str, Any]) -> Bad:
     """Why a step, computed in `dtype`, left numbers of a weight that are not finite, and what to change if known."""
     rate, at, eps = float(group["lr"]), ~weight.isfinite(), group.get("eps")
     moments = {key: local([each])[0] for key, each in state.items() if isinstance(each, Tensor) and each.ndim}
