@@ -51,13 +51,13 @@ class _Shadowed(Trace):
         super().__init__(*args)
         self.zeros: list[Zero] = []
 
-    def _look(self, call: Call, outputs: list[Tensor], written: set[int]) -> None:
+    def _look(self, call: Call, outputs: list[Tensor]) -> None:
         if torch.Tag.nondeterministic_seeded not in call.func.tags:  # a shadow would draw other numbers
-            overflowed = any(n >= 0 and self.findings[n].op for i in call.inputs for n in self._origins.get(i.key, ()))
+            overflowed = any(n >= 0 and self.findings[n].op for i in call.inputs for n in self._origins[i.key])
             for output in outputs:
                 if overflowed or output.dtype in HALF or any(each.tensor.dtype in HALF for each in call.inputs):
                     self._compare(call, output, overflowed)
-        super()._look(call, outputs, written)
+        super()._look(call, outputs)
 
     def _compare(self, call: Call, output: Tensor, overflowed: bool) -> None:
         zero = output.detach() == 0
