@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (flags.modes, flags.layouts, folder), nprocs=max(RANKS[layout] for layout in flags.layouts))
-        found = {layout: torch.load(f"{folder}/{layout}.pt") for layout in flags.layouts}
+        found = {layout: torch.load(f"{folder}/{layout}.pt", weights_only=True) for layout in flags.layouts}
     print(table(flags.modes, found))
     return 0
 
@@ -131,7 +131,7 @@ def load_all(layout: str, modes: list[str], layouts: list[str], folder: str) -> 
             for source in layouts if other == mode else turn:
                 training = Training(mode, layout, f"{folder}/to")
                 training.checkpoint.load(f"{folder}/{source}/{other}")
-                saved, losses, then = torch.load(f"{folder}/{source}/{other}/after.pt")
+                saved, losses, then = torch.load(f"{folder}/{source}/{other}/after.pt", weights_only=True)
                 loaded, ours = training.weights(), [training.step(number) for number in (2, 3)]
                 far = max(float(((loaded[n] - v).abs() / v.abs().clamp(min=1e-4)).max()) for n, v in saved.items())
                 assert far <= WITHIN and torch.tensor(ours).isfinite().all(), (mode, layout, other, source, far, ours)
