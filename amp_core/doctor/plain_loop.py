@@ -370,7 +370,7 @@ class In32Bits(DispatchMode):
     supports_higher_order_operators = True
     was_used = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not hasattr(func, "_schema"):  # torch.cond and others that are given functions
             return func(*args, **kwargs)
@@ -387,7 +387,7 @@ class In32Bits(DispatchMode):
 class _WideConvolutions(TorchFunctionMode):
     """Convolutions compare dtypes before a dispatch mode sees them."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "").startswith("conv"):
             args, kwargs = _widened((args, kwargs))
