@@ -39,9 +39,9 @@ def test_no_promise_is_broken(group, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case, who", [(1, "rank"), (6, "data worker of a rank")])
+@pytest.mark.parametrize("case, who", [(1, "rank"), (6, "data worker of a rank"), (7, "data worker of a rank")])
 def test_a_signal_ends_ranks_of_which_one_or_its_data_worker_is_stopped(case, who, tmp_path):
-    """One signal waits 20 s for the data; a second one, Ctrl-C (case 1), does not."""
+    """One signal waits 20 s for the data; a second one, Ctrl-C (cases 1 and 7), does not."""
     report = tmp_path / "report.json"
     command = [sys.executable, ROOT / "scripts" / "faults.py", "--only", "stuck", "--case", str(case), "--json", report]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
