@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import os
 import random
 import re
@@ -20,6 +23,7 @@ import amp_core
 import train
 from amp_core.cli import compose
 from amp_core.cli.overrides import check_overrides, groups, typed_keys
+from amp_core.config.errors import ConfigError
 from amp_core.config.options import choices
 from amp_core.config.rules import build
 from amp_core.run.process import check_variables
@@ -479,6 +483,18 @@ def test_without_the_number_of_ranks_of_a_machine_all_have_equally_many(machines
             monkeypatch.delenv(name)
     check_variables()
     assert os.environ["LOCAL_WORLD_SIZE"] == here
+
+
+def test_null_in_place_of_any_value_is_taken_or_reported():
+    values = values_of()
+    for key in LEAVES:
+        *groups, leaf = key.split(".")
+        given = copy.deepcopy(values)
+        group = functools.reduce(lambda group, name: group.get(name) or {}, groups, given)
+        if group.get(leaf) is not None:
+            group[leaf] = None
+            with contextlib.suppress(ConfigError):
+                train._checked_values(given, [], [])
 
 
 DAMAGES = [*"=:@+~'\"\\\0\n\t ,.[]{}$é", "==", "++"]
