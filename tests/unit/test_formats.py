@@ -264,3 +264,18 @@ def test_torchao_has_the_same_codes_and_scales(rule: Literal["floor", "rceil"]) 
     ours = quantise(x, Scaling(E4M3, (1, 32), "e8m0", rule))
     assert torch.equal(ours.scale.flatten(), scale.view(torch.uint8).float().sub(127).exp2().flatten())
     assert torch.equal(ours.values.view(torch.uint8), theirs.view(torch.uint8).view_as(ours.values))
+
+
+def test_torchao_has_the_same_nvfp4_codes_where_it_does_not_raise_the_scale_of_a_block() -> None:
+    """It knows no scales below 2^-6 of E4M3's 448 (the least normal one): blocks below 2^-15 of the largest lose bits."""
+    nv = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    torch.manual_seed(0)
+    x = torch.randn(4096, 256) * torch.exp2(torch.randint(-20, 20, (4096, 1)).float())
+    overall = x.abs().max() / (E2M1.largest * E4M3.largest)
+    scale, packed = nv.nvfp4_quantize(x, 16, overall)
+    ours = quantise(x, Scaling(E2M1, (1, 16), "nvfp4"))
+    mine, theirs = (ours.scale.view(4096, 16) / overall).to(torch.float8_e4m3fn).float(), scale.float().view(4096, 16)
+    raised = mine < 2**-6
+    assert 0 < raised.sum() < raised.numel() and torch.equal(mine.clamp(min=2**-6), theirs)
+    found = torch.stack((packed & 15, packed >> 4), -1).view(4096, 16, 16)
+    assert torch.equal(found[~raised], codes(ours.values, E2M1).view(4096, 16, 16)[~raised])
