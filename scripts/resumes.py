@@ -40,15 +40,14 @@ WITHIN = 2**-8
 class Training:
     """A small GPT in a mode and a layout; the gradients of a step are those of the same 8 sequences in all layouts."""
 
-    def __init__(self, mode: str, layout: str, folder: str) -> None:
+    def __init__(self, mode: str, layout: str, mesh: Any, folder: str) -> None:
         name, *update = mode.split(" amp.update=")
         self.amp = Amp.named(name, device="cpu", samples=8, **({"update": update[0]} if update else {}))
-        config, sharded = self.amp.config, layout in ("fsdp", "hsdp")
+        config = self.amp.config
         torch.manual_seed(0)
         net: nn.Module = GPT(vocab_size=32, length=8, width=32, depth=1, heads=2)
-        self.amp.prepare(net, gathers=sharded)
-        if sharded:
-            mesh = build_mesh(torch.device("cpu"), RANKS[layout], 2 if layout == "hsdp" else None)
+        self.amp.prepare(net, gathers=mesh is not None)
+        if mesh is not None:
             dtype = getattr(torch, config.dtype if config.update is None else config.weights)
             net = wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, update=config.update)
             if config.update not in (None, "master"):
@@ -103,17 +102,20 @@ def work(rank: int, modes: list[str], layouts: list[str], folder: str) -> None:
             if rank < RANKS[layout]:
                 place = f"file://{folder}/{phase.__name__}.{layout}"
                 dist.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS[layout])
-                phase(layout, modes, layouts, folder)
+                # One for all networks: each has groups of processes of its own, with threads.
+                size = 2 if layout == "hsdp" else None
+                mesh = build_mesh(torch.device("cpu"), RANKS[layout], size) if layout in ("fsdp", "hsdp") else None
+                phase(layout, mesh, modes, layouts, folder)
                 dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"file://{folder}/{phase.__name__}", rank=rank, world_size=num)
         dist.barrier()  # what is loaded has been saved
         dist.destroy_process_group()
 
 
-def save_all(layout: str, modes: list[str], layouts: list[str], folder: str) -> None:
+def save_all(layout: str, mesh: Any, modes: list[str], layouts: list[str], folder: str) -> None:
     """Two steps, a checkpoint, and what the next two steps are."""
     for mode in modes:
-        training = Training(mode, layout, f"{folder}/{layout}/{mode}")
+        training = Training(mode, layout, mesh, f"{folder}/{layout}/{mode}")
         for number in range(2):
             training.step(number)
         training.checkpoint.save(2)
@@ -122,14 +124,14 @@ def save_all(layout: str, modes: list[str], layouts: list[str], folder: str) -> 
             torch.save(after, f"{folder}/{layout}/{mode}/after.pt")
 
 
-def load_all(layout: str, modes: list[str], layouts: list[str], folder: str) -> None:
+def load_all(layout: str, mesh: Any, modes: list[str], layouts: list[str], folder: str) -> None:
     """Resume each mode from each, and tell how far weights moved, and whether the next steps have the same bits."""
     found: dict[tuple[str, str], list[tuple[float, bool]]] = {}
     for i, mode in enumerate(modes):
         for j, other in enumerate(modes):
             turn = [layouts[(i + j + layouts.index(layout)) % len(layouts)]]
             for source in layouts if other == mode else turn:
-                training = Training(mode, layout, f"{folder}/to")
+                training = Training(mode, layout, mesh, f"{folder}/to")
                 training.checkpoint.load(f"{folder}/{source}/{other}")
                 saved, losses, then = torch.load(f"{folder}/{source}/{other}/after.pt", weights_only=True)
                 loaded, ours = training.weights(), [training.step(number) for number in (2, 3)]
