@@ -30,7 +30,7 @@ from amp_core.lowp.weights import master_params
 from amp_core.models.gpt import GPT
 from amp_core.step.amp import Amp
 
-RANKS = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
+RANKS, SHARDS = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}, {"fsdp": None, "hsdp": 2}
 UPDATES = ("master", "kahan", "remainder", "nearest")
 MODES = [*choices("amp"), *(f"bf16_pure amp.update={update}" for update in UPDATES)]
 WITHIN = 2**-8
@@ -103,8 +103,7 @@ def work(rank: int, modes: list[str], layouts: list[str], folder: str) -> None:
                 place = f"file://{folder}/{phase.__name__}.{layout}"
                 dist.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS[layout])
                 # One for all networks: each has groups of processes of its own, with threads.
-                size = 2 if layout == "hsdp" else None
-                mesh = build_mesh(torch.device("cpu"), RANKS[layout], size) if layout in ("fsdp", "hsdp") else None
+                mesh = build_mesh(torch.device("cpu"), RANKS[layout], SHARDS[layout]) if layout in SHARDS else None
                 phase(layout, mesh, modes, layouts, folder)
                 dist.destroy_process_group()
         dist.init_process_group("gloo", init_method=f"file://{folder}/{phase.__name__}", rank=rank, world_size=num)
