@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from amp_core.config.options import CONFIG_DIR
 from amp_core.run.teardown import end_process_group
 
 _stderr = 2
@@ -35,6 +36,16 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_options() -> Generator[None]:
+    """Put back the folder of own options: `train.main` leaves that of --config-dir to the processes that it starts."""
+    before = os.environ.get(CONFIG_DIR)
+    yield
+    os.environ.pop(CONFIG_DIR, None)
+    if before is not None:
+        os.environ[CONFIG_DIR] = before
 
 
 @pytest.fixture
