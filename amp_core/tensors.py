@@ -148,14 +148,13 @@ class Slice:
 def dtensor_like(value: Any, live: Any) -> Any:
     """This rank's shard of `value` (full, or a `Slice`), laid out like `live` if that is a DTensor; else `value`."""
     if isinstance(value, Slice) and is_dtensor(live) and value.shape == tuple(live.shape):
-        return _from_local(value.tensor.detach().to(live.device), live)
+        return from_local(value.tensor.detach().to(live.device), live)
     if not is_dtensor(live) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != live.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    value = value.detach().to(live.device)
     # Not from rank 0: every rank has read the same file.
-    return distribute_tensor(value, live.device_mesh, live.placements, src_data_rank=None)
+    return distribute_tensor(value.detach().to(live.device), live.device_mesh, live.placements, src_data_rank=None)
 
 
 def load_state(net: nn.Module, state: dict[str, Any]) -> None:
@@ -300,10 +299,11 @@ def _as_part(value: Any, before: Any, param: Any) -> Any:
     if is_dtensor(before) and before.to_local() is value:
         return before
     is_shard = isinstance(value, Tensor) and value.ndim and value.shape == param.to_local().shape
-    return _from_local(value, param) if is_shard else value
+    return from_local(value, param) if is_shard else value
 
 
-def _from_local(shard: Tensor, like: Any) -> Tensor:
+def from_local(shard: Tensor, like: Any) -> Tensor:
+    """A DTensor laid out like the DTensor `like`, of which `shard` is this rank's."""
     from torch.distributed.tensor import DTensor
 
     layout = {"shape": like.shape, "stride": like.stride()}

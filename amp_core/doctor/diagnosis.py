@@ -247,7 +247,7 @@ def explain(finding: Finding, cause: Cause) -> str:
     """The cause as a sentence."""
     dtype = finding.output.dtype
     limit = torch.finfo(getattr(torch, dtype)).max
-    ends = f"{dtype} ends at {limit:.3g}" if limit > 1e6 else f"{dtype} ends at {limit:g}"
+    ends = f"ends at {limit:.3g}" if limit > 1e6 else f"ends at {limit:g}"
     what, forward = finding.operator, finding.place.forward.strip("_")
     pass_ = f"the backward pass of {forward}" if forward and finding.backward else what
     marks = dict(sorted(finding.marks))
@@ -291,15 +291,15 @@ def explain(finding: Finding, cause: Cause) -> str:
         if cause == "poisoned buffer" and finding.op:
             return f"{finding.tensor} holds a number below 0, and a variance has none."
         if finding.op:
-            return f"{finding.tensor} holds numbers up to {finding.wide:.4g}, and {ends}."
+            return f"{finding.tensor} holds numbers up to {finding.wide:.4g}, and {dtype} {ends}."
         return f"{finding.tensor} was not finite before the window began."
     reach = f"of the size {finding.wide:.4g} in float64" if finding.wide is not None else "not finite"
     reach = "infinite in float64, too" if finding.wide == math.inf else reach
-    text = f"The result of {pass_} is {reach}, and {ends}"
+    text = f"The result of {pass_} is {reach}, and {dtype} {ends}"
     if cause == "overflow in a cast" and finding.wide is not None:
-        text = f"A number of the size {finding.wide:.4g} was cast to {ends.replace(' ', ', which ', 1)}"
+        text = f"A number of the size {finding.wide:.4g} was cast to {dtype}, which {ends}"
     elif finding.wide is not None and finding.wide <= limit:
-        return f"{pass_} is not finite in {ends.replace(' ', ', which ', 1)}, and {reach}."
+        return f"{pass_} is not finite in {dtype}, which {ends}, and {reach}."
     return f"{text}{'; it then became NaN' if finding.has_nan and cause != 'overflow in a cast' else ''}."
 
 

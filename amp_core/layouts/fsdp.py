@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from amp_core.config.errors import ConfigError
-from amp_core.layouts.low_shards import hold_low, send_float8
+from amp_core.layouts.low_shards import LowShards, hold_low, send_float8
 from amp_core.lowp.islands import island_names
 from amp_core.lowp.lint import CONVOLUTIONS
 from amp_core.lowp.products import LowLinear
@@ -32,6 +32,8 @@ from amp_core.torch_private import find
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from amp_core.step.amp import Amp
 
 _CAST_WHOLE = (nn.Linear, *CONVOLUTIONS)
 
@@ -93,10 +95,19 @@ def wrap_fsdp(
     if update not in (None, "master"):
         assert dtype is not None
         hold_low(net, dtype, update, mesh.device_type)
-    lows = [] if gather is None else [module for module in net.modules() if isinstance(module, LowLinear)]
     if gather is torch.float8_e4m3fn:
-        send_float8(lows, mesh.device_type)
+        send_float8([module for module in net.modules() if isinstance(module, LowLinear)], mesh.device_type)
     return _shard(net, mesh, dtype, masters=update is not None, also=gather is torch.bfloat16)
+
+
+def shard_for(amp: Amp, net: nn.Module, mesh: DeviceMesh, gather: torch.dtype | None = None) -> nn.Module:
+    """`wrap_fsdp` as a mode needs it, after `amp.prepare(net, gathers=True)`; its 16-bit shards join `amp.weights`."""
+    update = amp.config.update
+    dtype = getattr(torch, amp.config.dtype if update is None else amp.config.weights)
+    net = wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, update=update, gather=gather)
+    if update not in (None, "master"):
+        amp.weights.append(LowShards(net, update))
+    return net
 
 
 def _shard(

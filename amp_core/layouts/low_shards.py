@@ -3,6 +3,8 @@
     net = wrap_fsdp(net, mesh, torch.bfloat16, update="stochastic")    # weights are shards that read as fp32
     amp.weights.append(LowShards(net, "stochastic"))                   # what amp.step gives their values and takes them
 
+`fsdp.shard_for` does both.
+
 Each rank updates its rows as one process updates all of them, `lowp/weights.py` says how. Noise is a function of the
 step and the place in the whole weight: steps have the same bits on any number of ranks, and no two ranks share noise.
 """
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from amp_core.lowp.formats import E4M3
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
 from amp_core.lowp.weights import LowPrecisionWeights, Update, join, low_weights, part
-from amp_core.tensors import is_dtensor, is_sharded, local, split_dimension
+from amp_core.tensors import from_local, is_dtensor, is_sharded, local, split_dimension
 from amp_core.torch_private import find, need
 
 _subclass: Any = find("torch.Tensor._make_wrapper_subclass")
@@ -170,7 +172,7 @@ def _replace(net: nn.Module, lows: dict[nn.Parameter, nn.Parameter]) -> None:
 def _save_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
         if prefix + name in state and (shard := shard_of(p)) is not None:
-            state[prefix + name] = _like(p, shard.value()) if is_dtensor(p) else shard.value()
+            state[prefix + name] = from_local(shard.value(), p) if is_dtensor(p) else shard.value()
 
 
 def shard_of(param: Any) -> LowShard | None:
@@ -194,8 +196,7 @@ class LowShards(LowPrecisionWeights):
         self.update = update
         self._mine = {p for p in net.parameters() if shard_of(p) is not None}
         self._stepping: dict[Tensor, Any] = {}
-        device = next(net.parameters()).device
-        self.num_taken = torch.zeros((), dtype=torch.int64, device=device)
+        self.num_taken = torch.zeros((), dtype=torch.int64, device=next(net.parameters()).device)
 
     def reduce_(self, params: Iterable[Tensor]) -> None:
         """Gradients of shards are sums over ranks already."""
@@ -233,10 +234,3 @@ def first_of(param: Any) -> int:
     mesh = param.device_mesh
     rows = -(-param.shape[0] // mesh.size(split)) * mesh.get_local_rank(split)
     return min(rows, param.shape[0]) * math.prod(param.shape[1:])
-
-
-def _like(param: Any, value: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    layout = {"shape": param.shape, "stride": param.stride()}
-    return DTensor.from_local(value, param.device_mesh, param.placements, run_check=False, **layout)

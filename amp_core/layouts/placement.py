@@ -84,8 +84,7 @@ class Placement:
 
     def _lay_out(self, net: nn.Module, amp: Amp) -> nn.Module:
         from amp_core.layouts.ddp import wrap_data_parallel, wrap_ddp
-        from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
-        from amp_core.layouts.low_shards import LowShards
+        from amp_core.layouts.fsdp import build_mesh, shard_for
         from amp_core.layouts.zero import share_state
 
         layout, device, world_size = self._cfg.layout, self._process.device, self._process.world_size
@@ -93,11 +92,7 @@ class Placement:
             return wrap_data_parallel(net, self.devices)
         if self._shards:
             self._mesh = self._mesh or build_mesh(device, world_size, layout.shard_size)
-            update, gather = amp.config.update, layout.gather_dtype and getattr(torch, layout.gather_dtype)
-            dtype = getattr(torch, amp.config.dtype if update is None else amp.config.weights)
-            net = wrap_fsdp(net, self._mesh, None if dtype is torch.float32 else dtype, update=update, gather=gather)
-            if update not in (None, "master"):
-                amp.weights.append(LowShards(net, update))
+            net = shard_for(amp, net, self._mesh, layout.gather_dtype and getattr(torch, layout.gather_dtype))
         elif not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
             net = wrap_ddp(
                 net,

@@ -247,8 +247,8 @@ class Amp:
 
         Call it on the device, after `keep_fp32` and before `guard`, optimizers (over `master_params(net)`) and EMA.
         `step` reduces gradients of 16-bit weights over ranks: do not wrap in DistributedDataParallel. ConfigError: the
-        step would unscale gradients of 16-bit weights, or this CPU computes a layer wrongly. `gathers`: masters will be
-        sharded and gathered in 16 bits, by `wrap_fsdp(..., masters=True)`.
+        step would unscale gradients of 16-bit weights, or this CPU computes a layer wrongly. `gathers`: weights will be
+        sharded and gathered in 16 bits, by `layouts.fsdp.shard_for`.
         """
         from amp_core.lowp.prepare import prepare  # most loops need none of it
 

@@ -26,8 +26,7 @@ from amp_core import Amp, Clip, Ema, Schedule, keep_fp32, sync_grads
 from amp_core.checkpoints.parts import gather_full_state
 from amp_core.config.errors import ConfigError
 from amp_core.layouts.ddp import wrap_ddp
-from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
-from amp_core.layouts.low_shards import LowShards
+from amp_core.layouts.fsdp import build_mesh, shard_for, wrap_fsdp
 from amp_core.lowp.products import is_converted
 from amp_core.lowp.weights import master_params
 from amp_core.models.gpt import GPT
@@ -47,11 +46,7 @@ def lay_out(net: nn.Module, layout: str, amp: Amp, gather: torch.dtype | None = 
         return net if amp.weights else wrap_ddp(net, CPU)
     if layout in ("fsdp", "hsdp"):
         mesh = build_mesh(CPU, dist.get_world_size(), 2 if layout == "hsdp" else None)
-        update = amp.config.update
-        dtype = getattr(torch, amp.config.dtype if update is None else amp.config.weights)
-        net = wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, update=update, gather=gather)
-        if update not in (None, "master"):
-            amp.weights.append(LowShards(net, update))
+        net = shard_for(amp, net, mesh, gather)
     return net
 
 
