@@ -137,11 +137,6 @@ _ROWS = (
     # Tools.
     ("torch.ops.aten._to_copy torch.ops.aten._local_scalar_dense", "scripts/bench.py counts", "scripts/bench.py fails"),
     ("torch._utils._rebuild_tensor_v2", "tests/support/campaign", "the campaign fails"),
-    (
-        "torch.distributed.fsdp.FSDPState._fsdp_param_group torch.distributed.fsdp.FSDPParam._unsharded_param",
-        "scripts/scaling.py",
-        "scripts/scaling.py fails",
-    ),
 )
 NAMES = {name: (use, without) for names, use, without in _ROWS for name in names.split()}
 """Name -> (what it is used for, what happens where it is missing)."""

@@ -18,8 +18,6 @@ NOT_REMOVED = {
     "torch._utils._rebuild_tensor_v2": "a tool",
     "torch.ops.aten._to_copy": "a tool",
     "torch.ops.aten._local_scalar_dense": "a tool",
-    "torch.distributed.fsdp.FSDPState._fsdp_param_group": "a tool",
-    "torch.distributed.fsdp.FSDPParam._unsharded_param": "a tool",
 }
 REMOVED = [name for name in NAMES if name not in NOT_REMOVED]
 GROUPS = [REMOVED[i : i + 8] for i in range(0, len(REMOVED), 8)]

@@ -206,6 +206,6 @@ def test_a_name_that_is_not_in_the_table_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch_private, "_missing", {})
     with pytest.raises(KeyError):
         find("torch._foreach_new_")
-    gone = "torch.distributed.fsdp.FSDPParam._unsharded_param"  # of a class that this module does not export
+    gone = "torch.distributed.fsdp.FSDPState._modules_to_run_forward"  # of a class that this module does not export
     with pytest.raises(ConfigError, match=f"perf.x: torch .* has no {gone}; use another torch"):
         need("perf.x", "torch.Tensor._version", gone)
