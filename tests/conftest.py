@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from warm import begin, server
 
 from amp_core.config.options import CONFIG_DIR
 from amp_core.run.teardown import end_process_group
@@ -93,7 +93,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], num_ranks: int, folder: str) -> None:
     faulthandler.enable()
-    torch.set_num_threads(1)
+    begin()
     torch.manual_seed(0)
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=50))
@@ -108,13 +108,11 @@ def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], num_ran
 def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """`on_ranks(fn, *args, num_ranks=2)`: what fn(rank, *args) returns on each gloo rank; `fn` is a module's function.
 
-    Ranks are forked from a server that has imported torch and run nothing: forking pytest itself would be unsafe as
-    soon as any test has started a thread. A rank that hangs is killed and fails the test.
+    Ranks are forked from the server of `warm`. A rank that hangs is killed and fails the test.
     """
 
     def run(fn: Callable[..., Any], *args: Any, num_ranks: int = 2, seconds: float = 60) -> list[Any]:
-        preload = ["torch._dynamo", "torch.distributed.fsdp", "amp_core.step.amp"]
-        multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+        server()
         folder = tmp_path / f"ranks{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         _run_ranks(fn, args, num_ranks, folder, seconds)

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from running import PRELOAD, lines, same_but, state, summary
+from running import lines, same_but, state, summary
 from shared import free_port
 from small import COMMON, SMALL
 from tiers import rows
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from waits import Waits
+from warm import begin, server
 
 import train
 from amp_core.run.preflight import LAYOUTS
@@ -223,7 +224,7 @@ def _no_statistics():
 
 def as_rank(rank, port, statistics, argv, plant=None):
     """One rank of a run that was started as by torchrun."""
-    torch.set_num_threads(1)
+    begin()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
     if not statistics:
@@ -234,14 +235,14 @@ def as_rank(rank, port, statistics, argv, plant=None):
 
 
 def on_two_ranks(recipe, folder, *overrides, layout="ddp", statistics=False, plant=None):
-    """The same run on two gloo processes, forked from a server that has imported torch and run nothing.
+    """The same run on two gloo processes.
 
     Args:
         statistics: those of the micro-batch, as usual; otherwise BatchNorm is as in evaluation.
         plant: a function of a module, called in each process before the run.
     """
     port = free_port()
-    mp.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    server()
     layout = "model_parallel" if recipe == "model_parallel" else layout
     argv = arguments(recipe, f"run_dir={folder}", f"layout={layout}", *overrides)
     context = mp.start_processes(as_rank, (port, statistics, argv, plant), 2, join=False, start_method="forkserver")
