@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (11_737, "base lowp step memory layouts checkpoints heads"),
     "doctor": (3_963, "doctor"),
-    "program": (17_187, "config run cli data models train.py"),
+    "program": (17_501, "config run cli data models train.py"),
     "amp_tools": (4_567, "amp_tools"),
     "scripts": (5_806, "scripts"),
     "amp_plugins": (1_162, "amp_plugins"),

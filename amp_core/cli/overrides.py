@@ -233,10 +233,6 @@ def _check_option(group: str, option: Any) -> None:
         raise ConfigError(f"{found} Did you mean layout=ddp layout.shard_optimizer=true?")
     if group == "optimizer" and word in OF_PACKAGES:
         raise ConfigError(f"{found} Did you mean optimizer.name={OF_PACKAGES[word]}?")
-    if group == "data" and word in ("ljspeech", "librispeech", "wav", "wavs", "common_voice", "audio_folder"):
-        raise ConfigError(
-            f"{found} recipe=speech makes its data; recordings need a recipe of yours: docs/YOUR_OWN_MODEL.md"
-        )
     if group == "recipe" and (problem := of_detection(word)):
         raise ConfigError(f"{found} {problem}")
     if group in FREE and (name := _name_in_torch(group, word)):

@@ -32,7 +32,8 @@ MEANT = {group: {word: ours for ours, said in names.items() for word in said.spl
     "log": {"default": "csv json jsonl file", "none": "quiet silent"},
     "data": {
         "imagenet": "imagenet1k imagenet-1k ilsvrc", "synthetic": "random fake dummy", "text": "txt plain_text",
-        "mask_folder": "segmentation_folder masks",
+        "mask_folder": "segmentation_folder masks voc pascal_voc", "telephone": "dtmf",
+        "recordings": "ljspeech librispeech wav wavs common_voice audio_folder audiofolder audio",
     },
     "recipe": {
         "classification": "image_classification", "segmentation": "semantic_segmentation unet", "gan": "wgan dcgan",
@@ -85,6 +86,7 @@ REASONS = {
     **dict.fromkeys(("num_classes", "in_channels", "vocab_size"), "the data set knows it; leave it out"),
     **dict.fromkeys(("class_weight", "class_weights", "pos_weight"), "recipe=supervised has recipe.class_weights"),
     **dict.fromkeys(("metrics", "metric", "eval_metric"), "recipe=supervised has recipe.metrics"),
+    **dict.fromkeys(("loss", "criterion", "loss_fn"), "recipe=supervised has recipe.loss; other recipes have one loss"),
     "shuffle": "training data is shuffled by the seed, evaluation data never; leave it out",
     **dict.fromkeys(("transforms", "transform", "augmentation"), "use data.augment=true or false"),
     **dict.fromkeys(

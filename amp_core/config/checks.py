@@ -329,6 +329,31 @@ def _check_identities(cfg: DataConfig) -> Iterator[str]:
             yield f"data.{key}={path}: has {len(sources.class_names(root))} folders; expected {parts}"
 
 
+def _check_telephone(cfg: DataConfig) -> Iterator[str]:
+    yield from _check_options(cfg, "noise", 4.0, least=0)
+    if cfg.num_samples is not None and cfg.num_samples < 16:
+        yield f"data.num_samples={cfg.num_samples}: expected at least 16, of which one is held out"
+
+
+def _check_recordings(cfg: DataConfig) -> Iterator[str]:
+    yield from _check_options(cfg, "longest", 20.0, least=0)
+    if cfg.path is None:
+        yield "data.path=null: expected a folder of *.wav with transcripts"
+    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
+        if path is not None and not Path(path).expanduser().is_dir():
+            yield f"data.{key}={path}: there is no such folder; expected one of *.wav with transcripts"
+
+
+def _check_options(cfg: DataConfig, name: str, default: float, *, least: float) -> Iterator[str]:
+    """`data.options` must be one number of this name."""
+    options = cfg.options or {}
+    if unknown := sorted(options.keys() - {name}):
+        yield f"data.options.{unknown[0]}: there is no such key. {suggest(unknown[0], [name])}"
+    value = options.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        yield f"data.options.{name}={value}: expected a number of at least {least}, such as {default:g}"
+
+
 @dataclass(frozen=True)
 class _DataSet:
     """The keys that a data set has, and what may be wrong with its files."""
@@ -374,6 +399,8 @@ _DATA_SETS = {
     "records": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),
     "synthetic_identities": _DataSet(needs=_SYNTHETIC),
     "own": _DataSet(),
+    "telephone": _DataSet(needs=("num_samples",), takes=("options",), check=_check_telephone),
+    "recordings": _DataSet(needs=("path",), takes=("eval_path", "options"), check=_check_recordings),
     "table": _DataSet(needs=("path",), takes=("eval_path", "columns", "options", *_OF_TABLES), check=_check_table),
     "shards": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=_check_stored),
     "parquet": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=_check_stored),

@@ -12,9 +12,10 @@ KINDS = {
     "brain": "masks", "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities",
     "identity_folder": "identities", "records": "identities", "synthetic_identities": "identities", "own": "own",
     "shards": "images", "hf": "images", "parquet": "images", "table": "table", "coco": "masks",
+    "telephone": "speech", "recordings": "speech",
 }  # fmt: skip
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images, the
-rows of a `table`; `own` is what a recipe brings itself."""
+rows of a `table`, `speech` with what was said; `own` is what a recipe brings itself."""
 DECODED = ("image_folder", "imagenet")
 """Those of image files, which a GPU decodes."""
 TEXTS = ("text", "tokens", "chat")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -113,7 +113,8 @@ def _lines(
     paths, names_of = getattr(samples, "paths", None), np.array(classes)
     for rows, batch in zip(batches.rows, env.eval_batches(batches), strict=True):
         with amp.autocast():
-            found = {name: value.cpu().numpy() for name, value in predict(net, batch).items()}
+            said = predict(net, batch).items()
+        found = {name: np.array(value) if isinstance(value, list) else value.cpu().numpy() for name, value in said}
         for row, index in enumerate(range(rows.start, rows.stop)):
             values = {name: value[row] for name, value in found.items()}
             line = {"index": index} | ({} if paths is None else {"path": paths[index]})
@@ -133,7 +134,11 @@ def _lines(
                 place = open_file(env.run_dir / line["file"], os.O_WRONLY | os.O_CREAT | os.O_EXCL)
                 with os.fdopen(place, "wb") as file:
                     np.savez_compressed(file, **arrays)
-            yield index, dumps(line), all(np.isfinite(value).all() for value in values.values())
+            yield (
+                index,
+                dumps(line),
+                all(np.isfinite(value).all() for value in values.values() if value.dtype.kind != "U"),
+            )
 
 
 class _Files:
@@ -161,6 +166,8 @@ class _Files:
 def _samples(folder: str | None, data: Data) -> tuple[Dataset, list[str]]:
     if folder is None:
         return data.eval, []
+    if hasattr(data.eval, "of_folder"):
+        return cast(Any, data.eval).of_folder(folder), []
     skipped = Skipped()
     found = _images_of(folder, skipped)
     if not hasattr(data.eval, "of_files"):

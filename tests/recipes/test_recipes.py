@@ -330,8 +330,8 @@ def test_it_says_what_it_needs_to_be_found(recipe):
         ("policy_gradient", "layout=fsdp", "recipe=policy_gradient does not run in it"),
         ("segmentation", "recipe.mask_weight=0", "recipe.mask_weight=0: expected a number above 0"),
         ("segmentation", "recipe.loss=half", "recipe.loss=half: expected one of logits, fp32"),
-        ("speech", "recipe.num_utterances=15", "recipe.num_utterances=15: expected at least 16"),
-        ("speech", "recipe.noise=-1", "recipe.noise=-1: expected a number of at least 0"),
+        ("speech", "data.num_samples=15", "data.num_samples=15: expected at least 16"),
+        ("speech", "data.options.noise=-1", "data.options.noise=-1: expected a number of at least 0"),
         ("speech", "model=cnn", "model.name=cnn: is not a speech recogniser"),
     ],
 )
@@ -460,7 +460,7 @@ TINY_TEXT = ["data.num_samples=1024", "data.length=64", "batch_size=8", "model.o
 SCENES = ["data.image_size=28", "data.num_samples=256", "batch_size=8", "recipe.mask_weight=5", "model.options.width=8"]
 PUPIL = ["recipe.teacher_steps=30", "recipe.soft=1", "seed=3", "optimizer.lr=0.01", "batch_size=8"]
 DIGITS = ["data=mnist_subset", "data.num_samples=null", "data.num_classes=null", "data.image_size=null"]
-HEARD = ["batch_size=64", "recipe.num_utterances=8000", "model.options.width=64"]
+HEARD = ["batch_size=64", "data.num_samples=8000", "model.options.width=64"]
 PEOPLE = [
     "data.num_samples=8000",
     "data.num_classes=400",

@@ -341,7 +341,7 @@ FAULTS = [
     Fault("an eps that fp16 does not hold", "classification", in_slot("14", lambda x: x * 0 / ((x * 0).abs().sum(1, keepdim=True) + 1e-8), lambda x: x * 0 / ((x * 0).abs().sum(1, keepdim=True) + 1e-3)),
           "eps lost in 16 bits", "aten.div", "14",
           islands=("14",), settings=QUIET),
-    Fault("mel filters under autocast", "speech", in_net(lambda net, mended: mended or setattr(net, "features", LogMel())),
+    Fault("mel filters under autocast", "speech", in_net(lambda net, mended: mended or setattr(net, "features", LogMel(8000))),
           "eps lost in 16 bits", "aten.log", "features",
           islands=("features",)),
     Fault("F.normalize of zeros", "face_recognition", in_slot("7", lambda x: x + F.normalize(x * 0, dim=1), lambda x: x + F.normalize(x * 0, dim=1, eps=1e-3)),

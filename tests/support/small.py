@@ -27,6 +27,6 @@ SMALL: dict[str, list[str]] = {
     "model_parallel": [*IMAGES, "model.options.width=8"],
     "policy_gradient": ["recipe.group=4", "recipe.num_places=3", "model.options.depth=1", "model.options.width=16"],
     "segmentation": ["data.num_samples=48", "data.image_size=32", "model.options.width=4", "model.options.depth=2"],
-    "speech": ["recipe.num_utterances=96", "model.options.width=8"],
+    "speech": ["data.num_samples=96", "model.options.width=8"],
     "supervised": ["model.options.width=8"],
 }
