@@ -71,6 +71,24 @@ def test_a_sample_is_the_same_in_any_batch_worker_and_after_a_resume(name: str, 
     assert not torch.equal(once[0][0], once[again][0])  # another epoch
 
 
+def on_rank(rank: int, cfg: DataConfig) -> list[tuple[Tensor, Tensor]]:
+    """Batches of 3 of this rank."""
+    dataset = build_data(cfg, seed=5).train
+    keys = iter(Sampler(len(dataset), seed=5, batch_size=3, rank=rank, world_size=2))
+    with Batches(dataset, itertools.islice(keys, 5), num_workers=0) as batches:
+        return [(images, labels) for images, labels in batches]
+
+
+def test_a_sample_is_the_same_on_two_ranks(folder: Path, on_ranks: Any) -> None:
+    cfg = config(folder, **SETTINGS["all"])
+    once = samples(cfg, 3, 0)
+    for rank, batches in enumerate(on_ranks(on_rank, cfg)):
+        for piece, (images, labels) in enumerate(batches):
+            first = 3 * (2 * piece + rank)
+            assert torch.equal(images, torch.stack([image for image, _ in once[first : first + 3]]))
+            assert torch.equal(labels, torch.stack([label for _, label in once[first : first + 3]]))
+
+
 class Constant:
     """Image i is i everywhere, of class i."""
 
