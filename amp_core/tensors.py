@@ -6,6 +6,7 @@ import contextlib
 import copy
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,16 +35,10 @@ plans: weakref.WeakKeyDictionary[nn.Module, Plan] = weakref.WeakKeyDictionary()
 
 def blocks(net: nn.Module) -> Iterator[nn.Module]:
     """The blocks that are gathered one at a time (`wrap_fsdp`) or recomputed (`recompute_blocks`)."""
-    users: dict[nn.Parameter, int] = {}
-    for module in net.modules():
-        for param in module.parameters(recurse=False):
-            users[param] = users.get(param, 0) + 1
+    users = Counter(p for module in net.modules() for p in module.parameters(recurse=False))
 
     def alone(block: nn.Module) -> bool:
-        here: dict[nn.Parameter, int] = {}
-        for module in block.modules():
-            for param in module.parameters(recurse=False):
-                here[param] = here.get(param, 0) + 1
+        here = Counter(p for module in block.modules() for p in module.parameters(recurse=False))
         return bool(here) and all(users[param] == count for param, count in here.items())
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:
@@ -183,6 +178,19 @@ def split_dimension(part: Tensor) -> int | None:
     return split[0]
 
 
+def slice_of(part: Any) -> Slice:
+    """The `Slice` of a DTensor's local shard, in the same memory. No collective. TypeError: it has unusual sizes."""
+    mine, split = local([part])[0].detach(), split_dimension(part)
+    if split is None:
+        return Slice(mine, 0, part.shape[0])
+    mesh, dim = part.device_mesh, part.placements[split].dim
+    each = -(-part.shape[dim] // mesh.size(split))  # as torch.chunk cuts
+    start = min(mesh.get_coordinate()[split] * each, part.shape[dim])  # which the mesh holds, unlike a local rank
+    if mine.shape[dim] != min(each, part.shape[dim] - start):
+        raise TypeError(f"a shard of {tuple(part.shape)} has {mine.shape[dim]} of {each} indices along dimension {dim}")
+    return Slice(mine, start, part.shape[dim], dim)
+
+
 def global_grad_norm(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The global L2 norm of sharded tensors, 0-d float32 on `device`, the same on all ranks of a mesh."""
     groups: dict[dist.ProcessGroup | None, list[Tensor]] = {}
@@ -277,8 +285,7 @@ def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         plain[param] = mine.detach()
         plain[param].grad = grad
         entries[param] = optimizer.state.pop(param, {})
-        values = dict(zip(entries[param], local(entries[param].values()), strict=True))
-        if values:
+        if values := dict(zip(entries[param], local(entries[param].values()), strict=True)):
             optimizer.state[plain[param]] = values
     lists = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -289,8 +296,7 @@ def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
         for param in owned:
-            values = optimizer.state.pop(plain[param], {})
-            if values:
+            if values := optimizer.state.pop(plain[param], {}):
                 optimizer.state[param] = {key: _as_part(v, entries[param].get(key), param) for key, v in values.items()}
 
 
@@ -314,8 +320,7 @@ def multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply by a 0-d tensor in place, on any devices. No host-device sync."""
     tensors = local(tensors)
     for device in {tensor.device for tensor in tensors}:
-        here = [tensor for tensor in tensors if tensor.device == device]
-        foreach_mul_(here, factor.to(device, non_blocking=True))
+        foreach_mul_([t for t in tensors if t.device == device], factor.to(device, non_blocking=True))
 
 
 def share_buffers(*nets: nn.Module) -> None:
@@ -328,7 +333,6 @@ def share_buffers(*nets: nn.Module) -> None:
 _HAS_DISTRIBUTED = dist.is_available()
 # One function: torch 2.13 renamed it and deprecates the old name. Builds without torch.distributed have neither.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-
 
 UNTESTED_DEVICES = ("mps", "xpu")
 """Accelerators that are tested with fake tensors only."""
@@ -352,10 +356,6 @@ def several_ranks() -> bool:
 
 def unwrap(net: nn.Module) -> nn.Module:
     """The network inside wrappers of data parallelism and of torch.compile, nested in any order."""
-    while True:
-        if hasattr(net, "_orig_mod"):
-            net = net._orig_mod  # type: ignore[assignment]
-        elif isinstance(net, DistributedDataParallel | nn.DataParallel):
-            net = net.module
-        else:
-            return net
+    while hasattr(net, "_orig_mod") or isinstance(net, DistributedDataParallel | nn.DataParallel):
+        net = net._orig_mod if hasattr(net, "_orig_mod") else net.module  # type: ignore[assignment]
+    return net

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_core.checkpoints.shards import Entry, Span, StatePath, Want, slice_of, want_all
+from amp_core.checkpoints.shards import Entry, Span, StatePath, Want, want_all
 from amp_core.lowp.weights import weights_by_side
 from amp_core.step.schedule import Schedule, is_scheduled
 from amp_core.tensors import (
@@ -31,6 +31,7 @@ from amp_core.tensors import (
     is_state_sharded,
     load_state,
     owner_of_groups,
+    slice_of,
     state_layout,
 )
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.checkpoints.folders import DEFAULTS, FORMAT, CorruptFile
-from amp_core.checkpoints.shards import slice_of
 from amp_core.config.errors import CheckpointError
-from amp_core.tensors import Slice, is_dtensor
+from amp_core.tensors import Slice, is_dtensor, slice_of
 
 _SCALARS = (str, int, float, bool, type(None))
 _LARGE = 1 << 16  # bytes of a tensor from which on it is not copied to be written

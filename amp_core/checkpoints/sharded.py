@@ -20,7 +20,7 @@ from amp_core.checkpoints.parts import Part, net_of, parameters_of, plain_names
 from amp_core.checkpoints.reading import Ranks
 from amp_core.checkpoints.shards import Entry, Shard, StatePath
 from amp_core.config.errors import SaveError
-from amp_core.tensors import Slice, is_dtensor
+from amp_core.tensors import Slice, is_dtensor, slice_of
 
 
 @dataclass
@@ -56,7 +56,7 @@ def assign_shards(
             here = value.to_local()
             kind = id(value.device_mesh), value.placements, value.shape, here.shape  # type: ignore[attr-defined]
             if kind not in layouts:
-                layouts[kind] = shards.slice_of(value), *shards.replicas(value)
+                layouts[kind] = slice_of(value), *shards.replicas(value)
             like, copy, num_copies = layouts[kind]
             own = Slice(here, like.start, like.total, like.dim)
         elif isinstance(value, Slice):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from amp_core.checkpoints.folders import CorruptFile, require_memory, stream
-from amp_core.tensors import Slice, local, split_dimension
+from amp_core.tensors import Slice, split_dimension
 
 StatePath = tuple[str | int, ...]  # keys of dictionaries and numbers in lists, from the top down to a tensor
 _DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BF16": torch.bfloat16, "BOOL": torch.bool}
@@ -162,19 +162,6 @@ def head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
 def head_of(contents: Iterable[tuple[Entry, Shard]]) -> bytes:
     """The first bytes of a file of shards."""
     return head((entry.name, entry.dtype, entry.shape_of(shard.start, shard.stop)) for entry, shard in contents)
-
-
-def slice_of(part: Tensor) -> Slice:
-    """The `Slice` of a DTensor's local shard, in the same memory. No collective. TypeError: it has unusual sizes."""
-    mine, split = local([part])[0].detach(), split_dimension(part)
-    if split is None:
-        return Slice(mine, 0, part.shape[0])
-    mesh, dim = part.device_mesh, part.placements[split].dim  # type: ignore[attr-defined]
-    each = -(-part.shape[dim] // mesh.size(split))  # as torch.chunk cuts
-    start = min(mesh.get_coordinate()[split] * each, part.shape[dim])  # which the mesh holds, unlike a local rank
-    if mine.shape[dim] != min(each, part.shape[dim] - start):
-        raise TypeError(f"a shard of {tuple(part.shape)} has {mine.shape[dim]} of {each} indices along dimension {dim}")
-    return Slice(mine, start, part.shape[dim], dim)
 
 
 def replicas(part: Tensor) -> tuple[int, int]:

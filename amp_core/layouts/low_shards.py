@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from amp_core.lowp.formats import E4M3
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
 from amp_core.lowp.weights import LowPrecisionWeights, Update, join, low_weights, part
-from amp_core.tensors import from_local, is_dtensor, is_sharded, local, split_dimension
+from amp_core.tensors import from_local, is_dtensor, is_sharded, local, slice_of
 from amp_core.torch_private import find, need
 
 _subclass: Any = find("torch.Tensor._make_wrapper_subclass")
@@ -218,19 +218,9 @@ class LowShards(LowPrecisionWeights):
             shard = self._stepping.pop(p)
             value = shard.value()
             if self.update == "stochastic":
-                noise = noise_16bit(value.numel(), self.num_taken, place + first_of(p))
+                noise = noise_16bit(value.numel(), self.num_taken, place + slice_of(p).start * math.prod(p.shape[1:]))
                 value = round_stochastically(value, noise.to(value.device))
             shard.end(value)
             place += p.numel()
         if mine:
             self.num_taken += taken
-
-
-def first_of(param: Any) -> int:
-    """The place of a shard's first element in the whole weight. Ranks have as many rows each, but for the last ones."""
-    split = split_dimension(param)
-    if split is None:
-        return 0
-    mesh = param.device_mesh
-    rows = -(-param.shape[0] // mesh.size(split)) * mesh.get_local_rank(split)
-    return min(rows, param.shape[0]) * math.prod(param.shape[1:])

@@ -130,7 +130,7 @@ def lay_out(
 
 def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) -> Memory:
     """Bytes on the rank that holds the most."""
-    # What an update keeps of a 16-bit weight besides its 16 bits.
+    # What an update keeps of a 16-bit weight besides its 16 bits. Sharded, "master" keeps the masters alone: 4 bytes.
     side = {None: 0, "master": FP32, "kahan": LOW, "remainder": LOW, "stochastic": 0, "nearest": 0}[amp.update]
     trained = [weight for weight in weights if weight.moments is not None]
     blocks: dict[int, int] = {}
@@ -139,7 +139,10 @@ def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) 
             size = LOW if weight.cast or weight.low else FP32
             blocks[weight.group // 2] = blocks.get(weight.group // 2, 0) + weight.numel * size
     return Memory(
-        weights=sum((LOW + side if weight.low else weight.itemsize) * weight.part for weight in weights),
+        weights=sum(
+            (LOW + (min(side, LOW) if weight.parts > 1 else side) if weight.low else weight.itemsize) * weight.part
+            for weight in weights
+        ),
         gradients=sum(FP32 * weight.part for weight in trained),
         moments=sum(math.ceil(FP32 * weight.moments * weight.part / weight.slices) for weight in trained),  # type: ignore[operator]
         averages=sum(FP32 * weight.part for weight in weights if weight.averaged),

@@ -18,7 +18,7 @@ from amp_core.layouts import low_shards
 from amp_core.lowp.formats import E4M3, Scaling, quantise
 from amp_core.lowp.products import LowLinear
 from amp_core.lowp.weights import master_params
-from amp_core.tensors import dtensor_like
+from amp_core.tensors import Slice, dtensor_like
 
 OnRanks = Callable[..., list[Any]]
 
@@ -47,7 +47,7 @@ def test_sharded_masters_of_16_bit_weights_take_the_steps_of_replicas_bit_for_bi
 def given_gradients(rank: int, layout: str, blind: bool) -> list[Any]:
     """Two steps by the same gradients in any layout. `blind`: the noise does not know where a shard lies."""
     if blind:
-        low_shards.first_of = lambda param: 0
+        low_shards.slice_of = lambda param: Slice(param, 0, len(param))
     found = []
     for mode, fields in HELD[2:]:
         amp, net = Amp.named(mode, **fields), nn.Sequential(nn.Linear(7, 31), nn.Linear(31, 3))

@@ -16,7 +16,7 @@ from amp_core import Amp, Ema, sync_grads
 from amp_core.config.rules import amp_config
 from amp_core.config.schema import SHARDED
 from amp_core.layouts.ddp import wrap_ddp
-from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
+from amp_core.layouts.fsdp import build_mesh, shard_for
 from amp_core.layouts.memory_model import (
     Collective,
     Memory,
@@ -55,7 +55,7 @@ CASES = [
     *(Case("ddp", 2, accumulation=a) for a in (1, 4)),
     Case("ddp", 2, compress=True),
     *(Case("ddp", 2, mode, zero=zero) for mode, zero in (("o2", False), ("bf16", True), ("o2", True))),
-    Case("fsdp", 2, "fp32"),
+    *(Case("fsdp", 2, mode) for mode in ("fp32", "o2", "bf16_pure")),
     *(Case("fsdp", 2, accumulation=a) for a in (1, 4)),
     Case("fsdp", 2, recompute=True),
     Case("hsdp", 2, shard_size=2),
@@ -90,19 +90,19 @@ def _num_bytes(value: Any) -> int:
 
 
 def _held(tensors: Iterable[Tensor | None]) -> int:
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    # A `LowShard` is its 16 bits.
+    storages = [getattr(tensor, "low", tensor).untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def build(case: Case, amp: Amp) -> nn.Module:
     torch.manual_seed(0)
     net: nn.Module = GPT(**SIZES)
-    amp.prepare(net)
+    amp.prepare(net, gathers=case.layout in SHARDED)
     if case.recompute:
         recompute_blocks(net)
     if case.layout in SHARDED:
-        mesh = build_mesh(torch.device("cpu"), case.num_ranks, case.shard_size)
-        net = wrap_fsdp(net, mesh, None if amp.dtype is torch.float32 else amp.dtype)
+        net = shard_for(amp, net, build_mesh(torch.device("cpu"), case.num_ranks, case.shard_size))
     elif case.layout == "ddp" and not amp.weights:
         net = wrap_ddp(net, torch.device("cpu"), compress=case.compress)
     if case.zero:
@@ -130,7 +130,7 @@ def measure(case: Case) -> tuple[Memory, Counter[str], Memory]:
             report = amp.step(optimizer)
         masters = master_params(net)
         held = Memory(
-            weights=_held([*local(net.parameters()), *(masters if amp.config.update == "master" else [])]),
+            weights=_held(local([*net.parameters(), *masters])),
             gradients=_held(local(p.grad for p in masters)),  # type: ignore[misc]
             moments=_held(local(v for e in optimizer.state.values() for v in e.values() if v.ndim)),
             averages=_held(local(ema.model.parameters())),
