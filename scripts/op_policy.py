@@ -2,14 +2,17 @@
 
     python scripts/op_policy.py            # prints it, and what is the same on both
     python scripts/op_policy.py --write    # writes it to docs/
+    python scripts/op_policy.py --add      # adds the installed torch to docs/op_policy.json, for its table of versions
 
-Needs no GPU and takes about five seconds. The page holds for the version of torch that it names.
+Needs no GPU and takes about five seconds. The page holds for the version of torch that it names, and its last table for
+those of the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import textwrap
 import warnings
 from collections.abc import Callable, Mapping
@@ -24,6 +27,8 @@ from amp_core.lowp.op_policy import KEPT, THROUGH_FP32, cuda_policy
 from amp_core.torch_private import find, need
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "OP_POLICY.md"
+VERSIONS = PAGE.with_name("op_policy.json")
+COLUMNS = ("CPU, fp16", "CUDA, fp16", "CPU, bf16", "CUDA, bf16", "explicit, fp16", "explicit, fp16 beside fp32")
 
 TEXT = """\
 # What autocast casts, by device
@@ -65,13 +70,24 @@ autocast would compute in fp32, by what they give there:
 
 The others give the same. So losses, norms and sums want `.float()` in the program, and 16-bit beside fp32 inputs want
 a cast.
+
+## By version of torch
+
+All else is the same in torch {versions}:
+
+{by_version}
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.parent.name}/{PAGE.name} instead")
-    if parser.parse_args().write:
+    parser.add_argument("--add", action="store_true", help=f"add the installed torch to {VERSIONS.name} instead")
+    flags = parser.parse_args()
+    if flags.add:
+        known = {**json.loads(VERSIONS.read_text()), minor_version(): decisions()}
+        VERSIONS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    elif flags.write:
         PAGE.write_text(page())
     else:
         print(page(), "## The same on both", same_on_both(), sep="\n")
@@ -109,6 +125,8 @@ def page() -> str:
         different=grouped(["CPU, fp16", "CUDA, fp16"], different),
         through=THROUGH_FP32,
         explicit=different_from_explicit(),
+        versions=", ".join(json.loads(VERSIONS.read_text())),
+        by_version=by_version(),
         kept="\n".join(f"- {result}:\n  {listed(names)}" for result, names in KEPT.items()),
     )
 
@@ -129,6 +147,30 @@ def different_from_explicit() -> str:
         if by_autocast[name] == "fp32" != low:
             groups.setdefault((by_autocast[name], low, mixed), []).append(name)
     return grouped(["autocast", "explicit, fp16", "fp16 beside fp32"], groups)
+
+
+def decisions() -> dict[str, str]:
+    """The results of the installed torch, one per column, and the operators with them."""
+    tables = [observed(device, dtype) for dtype in (torch.float16, torch.bfloat16) for device in ("cpu", "cuda")]
+    groups: dict[str, list[str]] = {}
+    for name, given in explicit(torch.float16).items():
+        groups.setdefault(" | ".join([*(table[name] for table in tables), *given]), []).append(name)
+    return {results: "; ".join(names) for results, names in groups.items()}
+
+
+def by_version() -> str:
+    """A table of what differs between the versions of the file."""
+    known = {
+        version: {name: results.split(" | ") for results, names in groups.items() for name in names.split("; ")}
+        for version, groups in json.loads(VERSIONS.read_text()).items()
+    }
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in OPERATORS:
+        for i, column in enumerate(COLUMNS):
+            row = [table[name][i] for table in known.values()]
+            if len(set(row)) > 1:
+                found.setdefault((column, *row), []).append(name)
+    return grouped(["", *known], found)
 
 
 def grouped(titles: list[str], groups: Mapping[tuple[str, ...], list[str]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import runpy
 import warnings
 from pathlib import Path
@@ -24,8 +25,8 @@ PAGE = (ROOT / "docs" / "OP_POLICY.md").read_text()
 MODULE = runpy.run_path(str(ROOT / "scripts" / "op_policy.py"))
 observed = MODULE["observed"]
 FP16, FP32, FP64 = torch.float16, torch.float32, torch.float64
-# A CPU has no kernels for fp16 complex numbers. Before torch 2.15 nothing had complex numbers of bf16, and polar then
-# raises everywhere; since then it raises on CUDA alone.
+# A CPU has no kernels for fp16 complex numbers. Before torch 2.14 nothing had complex numbers of bf16; since then polar
+# differs, which has them on CUDA in 2.14 and raises there in 2.15.
 LEFT = {FP16: {"fft", "polar"}, torch.bfloat16: {"polar"} if hasattr(torch, "bcomplex32") else {"fft"}}
 
 
@@ -60,6 +61,7 @@ def autocast(dtype=FP16, **options):
 @pytest.mark.skipif(f"torch {MODULE['minor_version']()}" not in PAGE, reason="the page is about another torch")
 def test_the_page_says_what_the_installed_torch_does():
     assert MODULE["page"]() == PAGE
+    assert json.loads(MODULE["VERSIONS"].read_text())[MODULE["minor_version"]()] == MODULE["decisions"]()
 
 
 @pytest.mark.parametrize("dtype", [FP16, torch.bfloat16])
