@@ -29,6 +29,7 @@ from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, shard_for, wrap_fsdp
 from amp_core.lowp.products import is_converted
 from amp_core.lowp.weights import master_params
+from amp_core.memory.compiled import compile_parts
 from amp_core.models.gpt import GPT
 from amp_core.tensors import full_copy, local
 
@@ -65,6 +66,8 @@ class Training:
         net = net or gpt()
         if self.amp.config.format is not None or self.amp.config.update is not None:
             self.amp.prepare(net, gathers=layout in ("fsdp", "hsdp"))
+        if (compiler := options.pop("compiler", None)) is not None:
+            compile_parts(net, compiler)
         self.net = lay_out(net, layout, self.amp, options.pop("gather", None))
         self.amp.guard(self.net)
         self.num_micros = num_micros
