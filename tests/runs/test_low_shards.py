@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_fsdp import Training, lay_out, same, same_but
+from running import same_but
+from test_fsdp import Training, lay_out, same
+from test_runs import layers
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
@@ -109,6 +111,13 @@ def test_uneven_and_empty_shards_hold_16_bits_and_have_the_bits_of_one_process(o
     assert all(same(each, single) for each in ours)
     blind = on_ranks(given_gradients, "fsdp", True, num_ranks=4)[0]
     assert [same(a, b) for a, b in zip(blind, single, strict=True)] == [True, False, True, True, True]
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_the_16_bits_of_sharded_weights(capfd: pytest.CaptureFixture[str], own_folder: Any) -> None:
+    """They read as fp32. A rank has half of them."""
+    table = layers(capfd, "language_model", "amp=o3", "layout=fsdp", "layout.nproc_per_node=2")
+    assert table["blocks.0.qkv"] == ("FSDPLinear", "96x32", "fp16", "fp16", "", f"{2 * 96 * 32 // 2:,}")
 
 
 def gathered(rank: int, gather: torch.dtype | None) -> list[Any]:
