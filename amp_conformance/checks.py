@@ -91,10 +91,15 @@ def check(
     return register
 
 
-def _with_fused(function: Callable[[Trainer, random.Random], None], trainer: Trainer, draw: random.Random) -> None:
+def with_fused(trainer: Trainer) -> Trainer:
+    """The trainer, with fused optimizers in every task."""
     twin = copy.copy(trainer)
     twin.run = lambda task, after: trainer.run(task.but(optimizers=fused(task.optimizers)), after)  # type: ignore[method-assign]
-    function(twin, draw)
+    return twin
+
+
+def _with_fused(function: Callable[[Trainer, random.Random], None], trainer: Trainer, draw: random.Random) -> None:
+    function(with_fused(trainer), draw)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from amp_conformance.task import Batch
+from amp_conformance.task import Batch, NotOffered
 
 
 class Line(nn.Module):
@@ -152,6 +152,8 @@ def fused(make: Callable[[nn.Module], Sequence[Optimizer]]) -> Callable[[nn.Modu
     """The same optimizers, each as one kernel that is told on the device whether to step."""
 
     def made(net: nn.Module) -> list[Optimizer]:
+        if any(getattr(module, "sparse", False) for module in net.modules()):
+            raise NotOffered("torch's fused optimizers take no sparse gradients")
         groups = [(each, [{"params": group["params"]} for group in each.param_groups]) for each in make(net)]
         return [type(each)(parts, **each.defaults | {"fused": True}) for each, parts in groups]  # type: ignore[call-arg]
 

@@ -1,7 +1,11 @@
-"""Put trainers through the checks of `amp_conformance`, and write the table of docs/CONFORMANCE.md.
+"""Put trainers through the checks of `amp_conformance`; write the tables of docs/CONFORMANCE.md and OTHER_TRAINERS.md.
 
-python scripts/conformance.py --trainer accelerate
-python scripts/conformance.py --write docs/CONFORMANCE.md       all that are installed
+    python scripts/conformance.py --trainer accelerate
+    python scripts/conformance.py --seed 1 --seed 2 --keep benchmarks/conformance.json             all that are installed
+    python scripts/conformance.py --seed 1 --seed 2 --keep benchmarks/conformance.json --fused \\
+        --write docs/CONFORMANCE.md --write docs/OTHER_TRAINERS.md
+
+A run that is begun again goes on with the trainers that the file lacks.
 """
 
 from __future__ import annotations

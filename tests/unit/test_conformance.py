@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 from running import Forked
 
-from amp_conformance.__main__ import REPRODUCE, main
+from amp_conformance.__main__ import main
 from amp_conformance.networks import apart, mean, numbers
+from amp_conformance.table import REPRODUCE
 from amp_conformance.task import Batch
 from amp_core.vision import import_torchvision
 

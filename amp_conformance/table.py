@@ -1,0 +1,173 @@
+"""What came of the checks: kept in a file, trainer by trainer, and shown as tables on pages."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from amp_conformance.checks import CHECKS
+from amp_conformance.engine import Result
+from amp_conformance.task import Trainer
+
+REPRODUCE = 'python -m amp_conformance --trainer NAME --check "CHECK"'
+MARKS = {"passed": "yes", "failed": "**no**", "error": "**error**", "hung": "**hung**", "not offered": "-"}
+ORDER = ("hung", "error", "failed", "passed", "not offered")
+FUSED = "/fused"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trainer, and what came of its checks: of each the worst of all seeds.
+
+    Attributes:
+        name: on the command line; ending in `+` with its plugin, then in `/fused` with fused optimizers.
+        title: of its column, with its version.
+        configuration, documentation: see `Trainer`.
+        seeds: of the runs.
+        ran_on: torch's version, the processor, the day.
+        results: check -> status, and what was seen.
+        notes: what it left changed.
+    """
+
+    name: str
+    title: str
+    configuration: str
+    documentation: str
+    seeds: list[int]
+    ran_on: list[str]
+    results: dict[str, list[str]]
+    notes: list[str]
+
+    @classmethod
+    def worst(cls, name: str, trainer: Trainer, runs: Sequence[list[Result]]) -> Row:
+        """Of runs with several seeds."""
+        found = [min(each, key=lambda r: ORDER.index(r.status)) for each in zip(*runs, strict=True)]
+        return cls(
+            name,
+            f"{trainer.name} {version(trainer.package) if trainer.package else ''}".strip(),
+            trainer.configuration,
+            trainer.documentation,
+            [run[0].seed for run in runs],
+            [f"torch {version('torch')}", platform.machine(), str(date.today())],
+            {each.check: [each.status, each.seen] for each in found},
+            sorted({each.note.split(" (")[0] for run in runs for each in run if each.note}),
+        )
+
+    def status(self, check: str) -> str:
+        """What came of a check; "not offered" also where it was not run."""
+        return self.results.get(check, ["not offered"])[0]
+
+    @property
+    def failed(self) -> list[str]:
+        """The checks that it offers and does not pass."""
+        return [name for name in CHECKS if self.status(name) not in ("passed", "not offered")]
+
+    @property
+    def score(self) -> str:
+        """How many it passed of those that it offers."""
+        found = [self.status(name) for name in CHECKS]
+        return f"{found.count('passed')} of {len(found) - found.count('not offered')}"
+
+
+def kept(file: Path) -> dict[str, Row]:
+    """The rows of a file, by name; none if there is no file."""
+    return {name: Row(name, **row) for name, row in json.loads(file.read_text()).items()} if file.exists() else {}
+
+
+def keep(file: Path, row: Row) -> None:
+    """Put a row into a file, which holds the old rows or the new ones whenever this process ends."""
+    rows = {name: vars(each) | {"name": None} for name, each in (kept(file) | {row.name: row}).items()}
+    for each in rows.values():
+        del each["name"]
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+    part.replace(file)
+
+
+def write(page: Path, rows: Mapping[str, Row]) -> None:
+    """Put the tables between the marks of a page.
+
+    Raises:
+        ValueError: it has no such marks.
+    """
+    text, found = page.read_text(), False
+    for name, make in TABLES.items():
+        begin, end = f"<!-- begin of the {name} -->", f"<!-- end of the {name} -->"
+        head, is_there, rest = text.partition(begin)
+        if is_there and end in rest:
+            text, found = f"{head}{begin}\n{make(rows)}\n{end}{rest.partition(end)[2]}", True
+    if not found:
+        raise ValueError(f"{page}: the marks <!-- begin of the table --> and <!-- end of the table --> are missing")
+    page.write_text(text)
+
+
+def _pairs(rows: Mapping[str, Row], suffix: str = "") -> Iterator[tuple[str, list[Row]]]:
+    """Trainers, and their rows before and with the plugin."""
+    for name in dict.fromkeys(name.removesuffix(FUSED).removesuffix("+") for name in rows):
+        yield name, [rows[key] for key in (f"{name}{suffix}", f"{name}+{suffix}") if key in rows]
+
+
+def _line(name: str, pairs: Sequence[Sequence[Row]]) -> str:
+    marks = (" / ".join(dict.fromkeys(MARKS[row.status(name)] for row in pair)) or "-" for pair in pairs)
+    return f"| [{name}](BEHAVIOURS.md#{CHECKS[name].trap}): {CHECKS[name].wrong} | {' | '.join(marks)} |"
+
+
+def _total(pairs: Iterable[Sequence[Row]]) -> str:
+    scores = (" / ".join(row.score for row in pair) or "-" for pair in pairs)
+    return f"| **passed of what is offered** | {' | '.join(scores)} |"
+
+
+def table(rows: Mapping[str, Row]) -> str:
+    """Checks that somebody fails x trainers, each before and with its plugin; with fused optimizers; their set-up."""
+    alone, whole = dict(_pairs(rows)), dict(_pairs(rows, FUSED))  # of the same trainers, in the same order
+    pairs = list(alone.values())
+    every = [row for pair in pairs for row in pair]
+    last = max(every, key=lambda row: row.ran_on[-1])
+    seeds = " and ".join(map(str, dict.fromkeys(seed for row in every for seed in row.seeds)))
+    heads = [f"| check: what a failure does | {' | '.join(pair[0].title for pair in pairs)} |"]
+    heads += ["| --- |" + " --- |" * len(pairs)]
+    lines = [f"{', '.join(last.ran_on)}; of seeds {seeds} the worse one. `no / yes`: without and with the plugin.", ""]
+    lines += [f"`{REPRODUCE}` runs one check; the names of trainers are {', '.join(alone)}, with `+` protected.", ""]
+    bad = [name for name in CHECKS if any(name in row.failed for row in every)]
+    lines += [*heads, *(_line(name, pairs) for name in bad), _total(pairs), ""]
+    lines += [f"The other {len(CHECKS) - len(bad)} checks are passed by every trainer that offers them."]
+    if others := [row for pair in whole.values() for row in pair]:
+        pairs_of_both = [(row, rows[row.name.removesuffix(FUSED)]) for row in others]
+        differ = [
+            name
+            for name in CHECKS
+            if any(name in row.results and row.status(name) != as_is.status(name) for row, as_is in pairs_of_both)
+        ]
+        lines += ["", "With fused optimizers in every check; those that come out otherwise than above:", "", *heads]
+        lines += [*(_line(name, list(whole.values())) for name in differ), _total(whole.values())]
+    lines += ["", "### How each trainer is set up", ""]
+    for pair in pairs:
+        notes = "; ".join(sorted({note for row in pair for note in row.notes}))
+        plus = pair[1:] and f" [Protected](OTHER_TRAINERS.md): {pair[1].configuration}."
+        left = f" It leaves changed: {notes}." if notes else ""
+        lines.append(f"- [{pair[0].title}]({pair[0].documentation}): {pair[0].configuration}.{left}{plus or ''}")
+    return "\n".join(lines)
+
+
+def counts(rows: Mapping[str, Row]) -> str:
+    """How many checks each trainer passes without and with its plugin, and which it still fails."""
+    pairs, whole = dict(_pairs(rows)), dict(_pairs(rows, FUSED))
+    names = [name for name, pair in pairs.items() if len(pair) == 2]
+    lines = [f"| passed | {' | '.join(pairs[name][0].title for name in names)} |", "| --- |" + " --- |" * len(names)]
+    still = [
+        dict.fromkeys(check for row in (*pairs[name][1:], *whole[name][1:]) for check in row.failed) for name in names
+    ]
+    for i, what in enumerate(("without", "with the plugin")):
+        lines.append(f"| {what} | {' | '.join(pairs[name][i].score for name in names)} |")
+        if all(len(whole[name]) == 2 for name in names):
+            lines.append(f"| {what}, fused optimizers | {' | '.join(whole[name][i].score for name in names)} |")
+    return "\n".join([*lines, f"| still not | {' | '.join('; '.join(each) for each in still)} |"])
+
+
+TABLES = {"table": table, "counts": counts}
+"""Name of the marks on a page -> what stands between them."""
