@@ -8,7 +8,6 @@ scaler = protect(accelerator)
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any
 
 import torch
@@ -29,9 +28,6 @@ TERMS = Terms(
     scale="protect(accelerator, {})",
     load="accelerator.load_state(...)",
 )
-
-_NETS: weakref.WeakKeyDictionary[GradScaler, list[Any]] = weakref.WeakKeyDictionary()
-"""The guarded networks as they are called: those that Accelerate lists are without DDP around them."""
 
 
 def protect(
@@ -58,7 +54,7 @@ def protect(
     require("accelerate")
     if isinstance(accelerator.scaler, GradScaler):
         if doctor and accelerator.scaler.doctor is None:
-            _attach(accelerator.scaler, _NETS.get(accelerator.scaler, accelerator._models))
+            _attach(accelerator.scaler)
         return accelerator.scaler
     if (name := _STEPS_ITSELF.get(accelerator.distributed_type)) is not None:
         raise ValueError(
@@ -78,26 +74,23 @@ def protect(
         optimizer.__setstate__({"scaler": scaler})  # it wraps the step again
     for net in accelerator._models:
         scaler.guard(net)
-    nets = _NETS[scaler] = list(accelerator._models)
     if doctor:
-        _attach(scaler, nets)
+        _attach(scaler)
     accelerator.prepare_model = functools.partial(_prepare_model, accelerator)  # type: ignore[method-assign]
     return scaler
 
 
 def _prepare_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     made, scaler = type(accelerator).prepare_model(accelerator, model, *args, **kwargs), accelerator.scaler
-    nets = _NETS.setdefault(scaler, [])
-    if made not in nets and not kwargs.get("evaluation_mode"):
-        nets.append(made)
+    if made not in scaler.nets and not kwargs.get("evaluation_mode"):
         scaler.guard(made)
         _watch(scaler.doctor, made)
     return made
 
 
-def _attach(scaler: GradScaler, nets: list[Any]) -> None:
-    doctor = LoopDoctor(scaler, lambda: nets, terms=TERMS)
-    for net in nets:
+def _attach(scaler: GradScaler) -> None:
+    doctor = LoopDoctor(scaler, lambda: list(scaler.nets), terms=TERMS)
+    for net in scaler.nets:
         _watch(doctor, net)
 
 

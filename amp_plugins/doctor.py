@@ -19,7 +19,7 @@ import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,9 @@ class Terms:
     load: str = "load an earlier checkpoint"
 
 
+LOOP = Terms()
+
+
 class LoopDoctor:
     """Examines skipped windows of a loop that a `GradScaler` of ours steps.
 
@@ -72,7 +75,7 @@ class LoopDoctor:
         scaler: GradScaler,
         nets: nn.Module | Sequence[nn.Module] | Callable[[], Sequence[nn.Module]],
         *,
-        terms: Terms | None = None,
+        terms: Terms = LOOP,
         backward: Callable[[Any], None] | None = None,
         around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
         steps_itself: Callable[[], bool] = bool,
@@ -80,18 +83,16 @@ class LoopDoctor:
         after_skips: int = 8,
         max_reports: int = 3,
     ) -> None:
-        self.scaler, self.terms = scaler, terms or Terms()
-        self._nets = [nets] if isinstance(nets, nn.Module) else nets
+        self.scaler, self.terms, self._nets = scaler, terms, [nets] if isinstance(nets, nn.Module) else nets
         self._backward, self._around, self._steps_itself = backward, around, steps_itself
         self._get_step = get_step or (lambda: scaler.num_updates)
         self.after_skips, self.max_reports, self.reports = after_skips, max_reports, list[Diagnosis]()
         self._calls: collections.deque[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = collections.deque(
             maxlen=_MOST_CALLS
         )
-        self._losses = list[Tensor]()
+        self._losses, self._optimizers = list[Tensor](), list[torch.optim.Optimizer]()
         self._doctor: Doctor | None = None
         self._is_ended, self._is_due, self._is_rerun, self._was_examined = True, False, False, False
-        self._optimizers = list[torch.optim.Optimizer]()
         self._micro: int | None = None
         self.is_decorating = False
         scaler.doctor = self
@@ -105,9 +106,8 @@ class LoopDoctor:
 
         @functools.wraps(compute)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._is_rerun or not torch.is_grad_enabled():
-                return compute(*args, **kwargs)
-            self.note(compute, args, kwargs)
+            if torch.is_grad_enabled():
+                self.note(compute, args, kwargs)
             return compute(*args, **kwargs)
 
         return watched
@@ -121,72 +121,60 @@ class LoopDoctor:
         """Keep what a micro-batch is computed from, before it is. The first of a window examines the one before it."""
         if self._is_rerun:
             return
-        self.scaler.end_window()
+        self.examine()  # nothing, within a window
         if self._is_ended:
-            self.examine()
             self._calls.clear()
             self._losses.clear()
             self._is_ended = False
             if self._doctor is None:
-                self._doctor = self._made()
+                nets = self._wrapped()
+                named = [("" if len(nets) == 1 else f"network{i}", net) for i, net in enumerate(nets)]
+                self._doctor = Doctor(self.scaler.amp, named, agree=agree)
             self._doctor.remember()
         self._calls.append((compute, args, kwargs))
 
     def _wrapped(self) -> Sequence[nn.Module]:
         return self._nets() if callable(self._nets) else self._nets
 
-    def _made(self) -> Doctor:
-        nets = self._wrapped()
-        named = [("" if len(nets) == 1 else f"network{i}", net) for i, net in enumerate(nets)]
-        return Doctor(self.scaler.amp, named, agree=agree)
-
-    def after_window(self) -> None:
-        """A window has ended; its scaler calls this. Reads whether it was skipped."""
-        self._is_ended = True
-        streak = int(self.scaler.amp.num_consecutive_skips)
-        if not streak:
-            self._was_examined = False
-            return
-        if self._was_examined or not self._calls or len(self.reports) >= self.max_reports:
+    def after_window(self, streak: int) -> None:
+        """A window has ended, skipped if it is the first or a later one in a streak; its scaler calls this."""
+        self._is_ended, self._was_examined = True, self._was_examined and streak > 0
+        if not streak or self._was_examined or not self._calls or len(self.reports) >= self.max_reports:
             return
         policy = self.scaler.amp.scaler.policy
-        is_due = policy is None or streak >= min(self.after_skips, self.scaler.max_consecutive_skips)
-        if not is_due and policy is not None:
-            is_due = self.scaler.amp.scale <= policy.min_scale
-            is_due |= any(agree(not all(map(is_finite, self._losses))))
-        if is_due:
-            self._is_due, self._optimizers = True, list(self.scaler.reports)
+        self._is_due = policy is None or streak >= min(self.after_skips, self.scaler.max_consecutive_skips)
+        if not self._is_due and policy is not None:
+            self._is_due = any(agree(not all(map(is_finite, self._losses))))
+            self._is_due |= self.scaler.amp.scale <= policy.min_scale
+        self._optimizers = list(self.scaler.reports)
 
-    def examine(self) -> Diagnosis | None:
+    def examine(self) -> None:
         """Rerun the last window if it was skipped and should not have been; report. All ranks call it together."""
+        self.scaler.end_window()
         if not self._is_due or self._doctor is None:
-            return None
+            return
         self._is_due, self._was_examined = False, True
         scaler, scale, step = self.scaler, self.scaler.amp.scale, self._get_step()
         kept = {name: getattr(scaler, name) for name in ("reports", "_begun", "_is_pending", "_is_ended", "_streak")}
-        self._micro, self._is_rerun = None, True
-        self._is_first = True
+        self._micro, self._is_rerun, self._is_first = None, True, True
         try:
             with torch.inference_mode(False), torch.enable_grad(), self._around():
                 found = self._doctor.locate(self._rerun, [_named(*call) for call in self._calls])
         except Exception as error:  # a report is not worth a run
             logger.warning("the doctor could not rerun step %d: %s: %s", step, type(error).__name__, error)
-            return None
+            return
         finally:
             self._is_rerun = False
             vars(scaler).update(kept)
         if found is None:
             found = Diagnosis("not found", "The step was skipped when it was trained, and is finite now.")
-        found.step, found.in_python, found.amp = step, True, scaler.amp.config.name
-        found.loss_scale = scale
+        found.step, found.in_python, found.amp, found.loss_scale = step, True, scaler.amp.config.name, scale
         self._in_terms(found)
         scaler.finding = f"The doctor has found:\n{found}"
-        if not any(_same(found) == _same(each) for each in self.reports) and (
-            not several_ranks() or dist.get_rank() == 0
-        ):
+        is_first_rank = not several_ranks() or dist.get_rank() == 0
+        if is_first_rank and not any(_same(found) == _same(each) for each in self.reports):
             logger.warning("the doctor's report\n%s", found)
         self.reports.append(found)
-        return found
 
     def _rerun(self) -> None:
         scaler, nets = self.scaler, self._wrapped()
@@ -230,6 +218,19 @@ class LoopDoctor:
             return self.terms.load
         scaler = r'(?:Amp\.named|torch\.amp\.GradScaler)\("\w+", (.*?)\)'
         return re.sub(scaler, lambda found: self.terms.scale.format(found[1]), fix.python)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Other attributes of an object inside the context."""
+    before = dict(vars(owner))
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(owner)[name]
+        vars(owner).update({name: before[name] for name in attributes if name in before})
 
 
 def agree(value: Any) -> list[Any]:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import transformers
 
 from amp_plugins.accelerate import protect
-from amp_plugins.doctor import LoopDoctor, Terms
+from amp_plugins.doctor import LoopDoctor, Terms, replaced
 from amp_plugins.names import require
 
 TERMS = Terms(
@@ -70,14 +69,9 @@ class HfDoctor(transformers.TrainerCallback):
         require("transformers")
         scaler = protect(trainer.accelerator)
 
-        @contextlib.contextmanager
-        def silent() -> Iterator[None]:
+        def silent() -> Any:
             metrics = copy.deepcopy(getattr(trainer, "_metrics", None))  # of TRL, which adds to them in compute_loss
-            try:
-                yield
-            finally:
-                if metrics is not None:
-                    vars(trainer)["_metrics"] = metrics
+            return contextlib.nullcontext() if metrics is None else replaced(trainer, _metrics=metrics)
 
         self.doctor = LoopDoctor(
             scaler,
@@ -92,5 +86,4 @@ class HfDoctor(transformers.TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Examine."""
-        self.doctor.scaler.end_window()
         self.doctor.examine()

@@ -16,8 +16,7 @@ from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrec
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
-from amp_core.step.buffers import BufferGuard
-from amp_plugins.doctor import LoopDoctor, Terms, loss_of
+from amp_plugins.doctor import LoopDoctor, Terms, loss_of, replaced
 from amp_plugins.names import require
 from amp_plugins.scaler import GradScaler, scaler_for
 
@@ -30,20 +29,38 @@ TERMS = Terms(
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def _set(
-    plugin: Any, precision: Any, device: str | None, scaler: GradScaler | None, policy: dict[str, Any]
-) -> torch.dtype:
-    """Its precision, device and scaler; returns the dtype."""
-    require("lightning")
-    if precision not in _DTYPES:
-        raise ValueError(f"precision={precision!r}: expected one of {', '.join(_DTYPES)}")
-    plugin.precision, plugin.device = precision, device or ("cuda" if torch.cuda.is_available() else "cpu")
-    what, dtype, enabled = f"precision={precision!r}", _DTYPES[precision], precision == "16-mixed"
-    plugin.scaler = scaler_for(what, scaler, plugin.device, dtype, policy, enabled=enabled)
-    return dtype
+class _Ours:
+    """What the precision of a `Trainer` and that of `Fabric` have in common."""
+
+    def __init__(
+        self, precision: Any = "bf16-mixed", device: str | None = None, scaler: GradScaler | None = None, **policy: Any
+    ) -> None:
+        require("lightning")
+        if precision not in _DTYPES:
+            raise ValueError(f"precision={precision!r}: expected one of {', '.join(_DTYPES)}")
+        self.precision, self.device = precision, device or ("cuda" if torch.cuda.is_available() else "cpu")
+        what, enabled = f"precision={precision!r}", precision == "16-mixed"
+        self._desired_input_dtype = dtype = _DTYPES[precision]
+        self.scaler = scaler_for(what, scaler, self.device, dtype, policy, enabled=enabled)
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Guards its buffers."""
+        self._guard = self.scaler.guard(module)
+        return module
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Of the precision; none in 32-true."""
+        is_on = self._desired_input_dtype is not torch.float32
+        dtype = self._desired_input_dtype if is_on else None
+        return torch.autocast(self.device, dtype=dtype, enabled=is_on, cache_enabled=False)
 
 
-class AmpPrecision(MixedPrecision):
+def _refuse(part: object) -> None:
+    if "DeepSpeed" in (name := type(part).__name__):
+        raise ValueError(f"{name} scales, clips and steps by itself, and asks no plugin: use precision=")
+
+
+class AmpPrecision(_Ours, MixedPrecision):  # type: ignore[misc]
     """The precision of a `Trainer`: guards weights and running statistics; schedules and averages follow taken steps.
 
     Gradients of fused optimizers can be clipped, too.
@@ -57,17 +74,6 @@ class AmpPrecision(MixedPrecision):
 
     scaler: GradScaler
 
-    def __init__(
-        self, precision: Any = "bf16-mixed", device: str | None = None, scaler: GradScaler | None = None, **policy: Any
-    ) -> None:
-        _set(self, precision, device, scaler, policy)
-        self._guards = list[BufferGuard]()
-
-    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Guards its buffers."""
-        self._guards = [self.scaler.guard(module)]
-        return module
-
     def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
         """Lets schedules by step and averages follow.
 
@@ -75,8 +81,7 @@ class AmpPrecision(MixedPrecision):
             ValueError: the strategy is DeepSpeed's, which steps by itself.
         """
         trainer = getattr(model, "_trainer", None)
-        if "DeepSpeed" in (name := type(getattr(trainer, "strategy", None)).__name__):
-            raise ValueError(f"{name} scales, clips and steps by itself, and asks no AmpPrecision: use precision=")
+        _refuse(getattr(trainer, "strategy", None))
         parts = [each.scheduler for each in lr_schedulers if each.interval == "step" and not each.reduce_on_plateau]
         callbacks = getattr(trainer, "callbacks", ())
         averages = [each._average_model for each in callbacks if isinstance(each, WeightAveraging)]
@@ -87,17 +92,9 @@ class AmpPrecision(MixedPrecision):
     def train_step_context(self) -> Iterator[None]:
         """Also begins a window: Lightning calls `training_step`, no forward of the whole."""
         self.scaler.end_window()
-        for guard in self._guards:
-            guard.arm()
+        self._guard.arm()
         with super().train_step_context():
             yield
-
-    def autocast_context_manager(self) -> torch.autocast:
-        """Of the precision; none in 32-true."""
-        is_on = self.precision != "32-true"
-        return torch.autocast(
-            self.device, dtype=_DTYPES[self.precision] if is_on else None, enabled=is_on, cache_enabled=False
-        )
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Backward, unscale, the hooks with clipping, step."""
@@ -117,37 +114,28 @@ class AmpPrecision(MixedPrecision):
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
 
-class FabricPrecision(FabricMixedPrecision):
+class FabricPrecision(_Ours, FabricMixedPrecision):  # type: ignore[misc]
     """The precision of `Fabric`. Arguments as those of `AmpPrecision`; `scaler.follow(...)` is the user's to call."""
 
     scaler: GradScaler
 
-    def __init__(
-        self, precision: Any = "bf16-mixed", device: str | None = None, scaler: GradScaler | None = None, **policy: Any
-    ) -> None:
-        self._desired_input_dtype = _set(self, precision, device, scaler, policy)
-
-    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Guards its buffers."""
-        self.scaler.guard(module)
-        return module
-
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast, but in 32-true."""
         return contextlib.nullcontext() if self.precision == "32-true" else super().forward_context()
+
+    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Of the scaled loss. ValueError: the network is DeepSpeed's, which steps by itself."""
+        _refuse(model)
+        super().backward(tensor, model, *args, **kwargs)
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Also of a fused optimizer."""
         if self.scaler.is_enabled():
             self.scaler.unscale_(optimizer)
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """A step that is skipped if it must be."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError("LBFGS computes the loss several times in a step, which no skipped step fits")
-        self.scaler.step(optimizer, **kwargs)
-        self.scaler.update()
-        return None
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 class LightningDoctor(Callback):
@@ -179,22 +167,12 @@ class LightningDoctor(Callback):
             if (loss := loss_of(result)) is not None and pl_module.automatic_optimization:
                 precision.scaler.scale(loss / trainer.accumulate_grad_batches).backward()
 
-        @contextlib.contextmanager
-        def silent() -> Iterator[None]:
-            nothing = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
-            vars(pl_module).update(nothing)
-            try:
-                yield
-            finally:
-                for name in nothing:
-                    del vars(pl_module)[name]
-
         self.doctor = LoopDoctor(
             precision.scaler,
             lambda: [strategy.model],
             terms=TERMS,
             backward=backward,
-            around=silent,
+            around=lambda: replaced(pl_module, log=_nothing, log_dict=_nothing),
             steps_itself=lambda: not pl_module.automatic_optimization,
             get_step=lambda: trainer.global_step,
             **self._settings,
@@ -203,7 +181,6 @@ class LightningDoctor(Callback):
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Examine."""
-        self.doctor.scaler.end_window()
         self.doctor.examine()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

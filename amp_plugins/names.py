@@ -7,6 +7,11 @@ import inspect
 import pkgutil
 
 NAMES = {
+    "torch": (
+        "torch.amp:GradScaler.__init__ _init_scale _scale _growth_factor _backoff_factor _growth_interval "
+        "_growth_tracker _enabled _device",
+        "torch.amp:GradScaler._get_growth_tracker",
+    ),
     "accelerate": (
         "accelerate:Accelerator.prepare_model",
         "accelerate.optimizer:AcceleratedOptimizer.__setstate__",
@@ -29,17 +34,10 @@ NAMES = {
     "timm": ("timm.utils:NativeScaler.__init__ _scaler",),
 }
 """Library -> `module:owner.name`, or a function and names that have to stand in it."""
-TORCH = ("_init_scale", "_growth_factor", "_backoff_factor", "_growth_interval", "_enabled", "_device")
-"""Attributes of `torch.amp.GradScaler` that its constructor sets."""
 
 
 def missing(library: str) -> list[str]:
-    """The names of a library, or of `torch`, that are not there."""
-    if library == "torch":
-        import torch
-
-        source = inspect.getsource(torch.amp.GradScaler.__init__)  # type: ignore[attr-defined]
-        return [f"torch.amp.GradScaler.{name}" for name in TORCH if f"self.{name}" not in source]
+    """The names of a library that are not there."""
     found = []
     for entry in NAMES[library]:
         path, *attributes = entry.split()

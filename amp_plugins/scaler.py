@@ -20,6 +20,7 @@ from amp_core.tensors import several_ranks
 _MODES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _MOVES = ("update_parameters", "step", "update", "_update_ema_model")
 """What moves an average or a schedule; the first of them that a part has."""
+_RULE = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 class _Amp(Amp):
@@ -50,6 +51,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
             loss. An empty state, saved in a mode without a scale, loads as a fresh scale.
         finding: what a doctor has found, for the error.
         doctor: a `LoopDoctor`, told of each window; copies have none.
+        nets: what is guarded, as it is called.
         reports: of each optimizer its step in the last window.
     """
 
@@ -80,20 +82,20 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         self._is_pending = self._is_ended = False
         self._streak = 0
         self._ours: list[Schedule | Ema] = []
+        self.nets = weakref.WeakKeyDictionary[nn.Module, BufferGuard]()
 
     @property
     def amp(self) -> Amp:
         """What checks, skips and scales."""
-        return self._start(torch.device(self._device if torch.cuda.is_available() else "cpu"))
+        return self._amp or self._start(torch.device(self._device if torch.cuda.is_available() else "cpu"))
 
     def _start(self, device: torch.device) -> Amp:
         if self._amp is None:
             mode = _MODES[str(self.dtype).removeprefix("torch.")]
             policy: dict[str, Any] = {}
             if self._enabled:
-                mode, policy = "fp16", {"init_scale": self._init_scale, "growth_factor": self._growth_factor}
-                policy |= {"backoff_factor": self._backoff_factor, "growth_interval": self._growth_interval}
-                policy |= self._bounds
+                mode = "fp16"
+                policy = self._bounds | {name: getattr(self, f"_{name}") for name in ("init_scale", *_RULE)}
             elif mode == "fp16":  # computed in fp16 and not scaled
                 mode = "bf16"
             self._amp = _Amp.named(mode, device, **policy)
@@ -101,9 +103,11 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
 
     def guard(self, net: nn.Module) -> BufferGuard:
         """Restore running statistics of `net` after a skipped step; see `Amp.guard`."""
-        weight = next(net.parameters(), None)
-        net.register_forward_pre_hook(CopySafeHook(self.end_window))
-        return (self.amp if weight is None else self._start(weight.device)).guard(net)
+        if net not in self.nets:
+            weight = next(net.parameters(), None)
+            net.register_forward_pre_hook(CopySafeHook(self.end_window))
+            self.nets[net] = (self.amp if weight is None else self._start(weight.device)).guard(net)
+        return self.nets[net]
 
     def follow(self, *parts: Any) -> None:
         """Let schedules and averages move with taken steps only.
@@ -218,6 +222,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
             self.reports = {}
         self._begun, self._is_pending, self._is_ended = set(), False, True
         amp, reports = self.amp, list(self.reports.values())
+        self._keep_to_rule()
         amp.update()
         for part in self._ours if reports else ():
             if isinstance(part, Schedule):
@@ -233,10 +238,10 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
             self._streak = int(amp.num_consecutive_skips.numpy())  # in host memory
         elif reports and None not in known:
             self._streak = 0 if all(known) else self._streak + 1
-        elif self.num_updates % self.max_consecutive_skips == 0:
+        elif self.doctor is not None or self.num_updates % self.max_consecutive_skips == 0:
             self._streak = int(amp.num_consecutive_skips)
         if self.doctor is not None:
-            self.doctor.after_window()
+            self.doctor.after_window(self._streak)
             if not self.is_trainers or self._streak >= self.max_consecutive_skips:
                 self.doctor.examine()  # else the step of another's optimizer may not be over
         if self._streak >= self.max_consecutive_skips:
@@ -246,16 +251,6 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
                 f"{self._streak} steps in a row were skipped, since losses or gradients are not finite{scale}. {found}"
             )
 
-    def get_scale(self) -> float:
-        """The scale of the next loss; 1.0 with `enabled=False`. Waits for the device."""
-        self.end_window()
-        return self.amp.scale if self._enabled else 1.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """In torch's layout; {} with `enabled=False`."""
-        self.end_window()
-        return self.amp.state_dict() if self._enabled else {}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with a state of this class or of torch's.
 
@@ -263,33 +258,28 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
             RuntimeError: as torch's, it is empty, saved with `enabled=False`, unless a trainer loads it.
         """
         self.end_window()
-        if self._enabled:
-            if not state_dict and not self.is_trainers:
-                raise RuntimeError("the state is empty, saved with enabled=False: leave it out to begin a fresh scale")
-            for name in ("growth_factor", "backoff_factor", "growth_interval"):
-                self._set(name, state_dict.get(name, getattr(self, f"_{name}")))
-            self.amp.load_state_dict(state_dict)
+        if not self._enabled:
+            return
+        if not state_dict and not self.is_trainers:
+            raise RuntimeError("the state is empty, saved with enabled=False: leave it out to begin a fresh scale")
+        vars(self).update({f"_{name}": state_dict[name] for name in _RULE if name in state_dict})
+        self._keep_to_rule()
+        self.amp.load_state_dict(state_dict)
 
-    def _set(self, name: str, value: Any) -> None:
-        setattr(self, f"_{name}", value)
-        if self._enabled and self._amp is not None and (policy := self._amp.scaler.policy) is not None:
-            self._amp.scaler.policy = dataclasses.replace(policy, **{name: value})
+    def _keep_to_rule(self) -> None:
+        """Let the scale move as torch's setters and states say, which set attributes."""
+        if (policy := self.amp.scaler.policy) is not None:
+            rule = {name: getattr(self, f"_{name}") for name in _RULE}
+            if not rule.items() <= vars(policy).items():
+                self.amp.scaler.policy = dataclasses.replace(policy, **rule)
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        self._set("growth_factor", new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        self._set("backoff_factor", new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        self._set("growth_interval", new_interval)
-
-    def _get_growth_tracker(self) -> int:
-        return int(self.state_dict().get("_growth_tracker", 0))
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._start(torch.device(dev))
 
     @property
     def _scale(self) -> Tensor | None:
-        """Others read it: the scale, 0-d, once there is a device."""
+        """The scale of the next loss, 0-d, once there is a device; torch's methods read and write it."""
+        self.end_window()
         return None if self._amp is None else self._amp.scaler.scale
 
     @_scale.setter
@@ -297,15 +287,21 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         if value is not None:
             self.amp.scaler.set(value)
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._start(torch.device(dev))
+    @property
+    def _growth_tracker(self) -> Tensor | None:
+        return None if self._amp is None else self._amp.scaler._tracker
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, value: Tensor | None) -> None:
+        if value is not None and self._amp is not None:
+            self._amp.scaler._tracker.copy_(value)
 
     def __getstate__(self) -> dict[str, Any]:
         self.end_window()
-        return vars(self) | {"reports": {}, "_begun": set(), "_ours": [], "doctor": None}
+        return vars(self) | {"reports": {}, "_begun": set(), "_ours": [], "doctor": None, "nets": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        vars(self).update(state, nets=weakref.WeakKeyDictionary())
 
 
 def scaler_for(

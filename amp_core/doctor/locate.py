@@ -90,7 +90,7 @@ class Doctor:
         Args:
             generators: of the program, from which the window draws.
         """
-        self._random = RandomState(self.amp.device, generators)
+        self._random = RandomState(self.amp.device, generators, self._random)
 
     def locate(self, step: Callable[[], Any], batch: Any = ()) -> Diagnosis | None:
         """Diagnose a window of a plain training loop. Waits for the device at each operation.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import itertools
 import random
@@ -451,14 +452,18 @@ def _write(part: Tensor, numbers: Tensor) -> None:
 
 
 class RandomState:
-    """A snapshot of the random generators that a window may use."""
+    """A snapshot of the random generators that a window may use; `before`: the last one, in place of which it comes."""
 
-    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(
+        self, device: torch.device, generators: Iterable[torch.Generator] = (), before: RandomState | None = None
+    ) -> None:
         self.generators = list(generators)
+        self._numpy: tuple[Any, bytes] | None = None
         self._states: list[tuple[Callable[[Any], Any], Any]] = [(g.set_state, g.get_state()) for g in self.generators]
         self._states += [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
         if numpy := sys.modules.get("numpy"):
-            self._states.append((numpy.random.set_state, numpy.random.get_state()))
+            self._numpy = _numpy_state(numpy.random, before and before._numpy)
+            self._states.append((numpy.random.set_state, self._numpy[0]))
         if device.type == "cuda":
             put_back = functools.partial(torch.cuda.set_rng_state, device=device)
             self._states.append((put_back, torch.cuda.get_rng_state(device)))
@@ -467,3 +472,16 @@ class RandomState:
         """Restore the snapshot."""
         for put_back, state in self._states:
             put_back(state)
+
+
+def _numpy_state(random: Any, before: tuple[Any, bytes] | None) -> tuple[Any, bytes]:
+    """The state of numpy's generator, and its memory, which shows in 2 us that nothing was drawn since `before`.
+
+    The state takes 60 us to read. Of a pair of Gaussian numbers the second (state[3]: one is left) moves no memory.
+    """
+    generator, memory = random.get_bit_generator(), b""
+    if type(generator) is random.MT19937:  # 624 words of 32 bits, and the position
+        memory = ctypes.string_at(generator.ctypes.state_address, 625 * 4)
+    if before is not None and memory == before[1] != b"" and not before[0][3]:
+        return before
+    return random.get_state(), memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import importlib
 import pickle
@@ -13,11 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp
+from amp_core.doctor.plain_loop import RandomState
 from amp_core.vision import import_torchvision
 from amp_plugins import GradScaler, TooManySkipsError, names
 
@@ -157,6 +161,61 @@ def test_the_doctor_of_a_plain_loop_names_the_fault_and_the_error_holds_it(caplo
     train(bad)
     with pytest.raises(TooManySkipsError, match=r"(?s)3 steps in a row were skipped.*The doctor has found.*bad input"):
         train(bad)
+
+
+def test_a_healthy_window_costs_the_doctor_thirty_calls_and_no_operation(monkeypatch: Any) -> None:
+    """Less than 100 us; numpy's state alone took 60: it is read again after a draw only."""
+    from amp_plugins.doctor import LoopDoctor
+
+    def get_state(real: Callable[[], Any] = np.random.get_state) -> Any:
+        return real()  # Cython's own is not seen
+
+    monkeypatch.setattr(np.random, "get_state", get_state)
+
+    def cost(watches: bool, draw: Callable[[], Any] = int) -> tuple[collections.Counter[str], int]:
+        model, (x,), calls = net(), batches(1), collections.Counter[str]()
+        scaler, optimizer = GradScaler("cpu", enabled=False), torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        scaler.guard(model)
+        compute: Any = LoopDoctor(scaler, model).watch(model) if watches else model
+        for i in range(3):
+            draw()
+            sys.setprofile((lambda frame, event, arg: _called(calls, frame, event, arg)) if i == 2 else None)
+            with _Operations() as operations:
+                scaler.scale(compute(x).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            sys.setprofile(None)
+        return calls, operations.number
+
+    (alone, operations), (watched, same) = cost(False), cost(True)
+    assert operations == same and 5 < watched.total() - alone.total() <= 30
+    assert watched["get_state"] == 1 and cost(True, np.random.rand)[0]["get_state"] == 2  # torch's, and numpy's
+
+
+def _called(calls: collections.Counter[str], frame: Any, event: str, arg: Any) -> None:
+    if event in ("call", "c_call"):
+        calls[frame.f_code.co_name if event == "call" else arg.__name__] += 1
+
+
+class _Operations(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_snapshot_has_numpys_state_whatever_was_drawn_since_the_last_one() -> None:
+    before = None
+    np.random.seed(1)
+    for draw in (int, int, np.random.rand, int, np.random.randn, int, np.random.randn, int, lambda: np.random.seed(1)):
+        draw()  # of two normal numbers the second is kept, and moves no word of the generator
+        right = np.random.get_state()
+        before = RandomState(torch.device("cpu"), (), before)
+        np.random.rand(3)
+        before.restore()
+        assert all(map(np.array_equal, right, np.random.get_state()))
 
 
 def test_a_trainer_without_a_scale_writes_no_scaler(tmp_path: Path) -> None:
@@ -301,12 +360,12 @@ def test_a_doctor_is_not_copied_with_its_loop() -> None:
 
 
 def test_lightning_refuses_what_its_plugin_is_not_made_for() -> None:
-    pytest.importorskip("lightning", reason="amp_plugins.lightning is for it")
     import_torchvision()
+    pytest.importorskip("lightning", reason="amp_plugins.lightning is for it")
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
-    from amp_plugins.lightning import AmpPrecision
+    from amp_plugins.lightning import AmpPrecision, FabricPrecision
 
     plugin = AmpPrecision("bf16-mixed", "cpu")
     with pytest.raises(ValueError, match="the scaler is another trainer's: give each its own"):
@@ -320,6 +379,9 @@ def test_lightning_refuses_what_its_plugin_is_not_made_for() -> None:
     module = SimpleNamespace(_trainer=SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy)))
     with pytest.raises(ValueError, match="DeepSpeedStrategy scales, clips and steps by itself"):
         plugin.connect(module, [], [])
+    engine = type("DeepSpeedEngine", (nn.Linear,), {})(1, 1)  # which Fabric passes with each loss
+    with pytest.raises(ValueError, match="DeepSpeedEngine scales, clips and steps by itself"):
+        FabricPrecision("bf16-mixed", "cpu").backward(engine(torch.ones(1)), engine)
 
 
 @pytest.mark.parametrize("optim", ["lomo", "galore_adamw_layerwise"])
