@@ -1,7 +1,7 @@
 """Put trainers through the checks of `amp_conformance`; write the tables of docs/CONFORMANCE.md and OTHER_TRAINERS.md.
 
     python scripts/conformance.py --trainer accelerate
-    python scripts/conformance.py --seed 1 --seed 2 --keep benchmarks/conformance.json             all that are installed
+    python scripts/conformance.py --seed 1 --seed 2 --keep benchmarks/conformance.json            all that are installed
     python scripts/conformance.py --seed 1 --seed 2 --keep benchmarks/conformance.json --fused \\
         --write docs/CONFORMANCE.md --write docs/OTHER_TRAINERS.md
 
