@@ -286,10 +286,10 @@ def bad_on_rank_1():
 
 WINDOW = ("accumulation=2", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9")
 HEALTHY = [
-    *((recipe, "amp=fp32") for recipe in ("contrastive", "gan", "segmentation")),
-    *((recipe, "amp=bf16", *WINDOW) for recipe in sorted(RECIPES)[::3]),
-    *((recipe, "amp=fp16") for recipe in sorted(RECIPES)),
-    *((recipe, "amp=fp16", "amp.init_scale=256", *WINDOW) for recipe in sorted(RECIPES)),
+    ("segmentation", "amp=fp32"),
+    *((recipe, "amp=bf16", *WINDOW) for recipe in sorted(RECIPES)[::5]),
+    *((recipe, "amp=fp16") for recipe in sorted(RECIPES)[::2]),
+    *((recipe, "amp=fp16", "amp.init_scale=256", *WINDOW) for recipe in sorted(RECIPES)[1::2]),
     ("language_model", "amp=bf16", "model.options.positions=alibi"),
     ("language_model", "amp=fp16", "model.options.positions=learned", "amp.op_policy=cuda"),
     ("segmentation", "amp=fp16", "recipe.loss=fp32", "amp.op_policy=cuda"),
@@ -304,7 +304,7 @@ HEALTHY = [
 @pytest.mark.parametrize("case", rows(HEALTHY, ("classification", "amp=o2"), single=True), ids=" ".join)
 def test_the_doctor_is_silent_in_a_healthy_run(case):
     recipe, *settings = case
-    run(recipe, "a", *settings, "steps=8")  # a scale that settles takes some
+    run(recipe, "a", *settings, "steps=5")  # a scale that settles takes some
     assert summary("a")["status"] == "finished" and not Path("a", "doctor").exists()
     finite, found = examine(recipe, settings, step=3)
     # A scale that still settles is not the doctor's business in a run; asked about such a step, it says so.

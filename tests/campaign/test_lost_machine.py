@@ -8,16 +8,34 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from running import Forked
 from shared import free_port
 from test_recipes import arguments
 
+from amp_core.cli.compose import compose
 from amp_core.config.processes import with_argument
+from amp_core.config.rules import build
+from amp_core.run import launch
+from amp_core.run.environment import Job
+from recipes import runner
 
 ROOT = Path(__file__).resolve().parents[2]
+# Workers that wait for each other for ten seconds instead of a minute.
+WORKER = """
+import os, sys
+from pathlib import Path
+from amp_core.run import rendezvous
+from amp_core.run.launch import work
+from recipes import runner
+
+rendezvous.MEETING_SECONDS = (10.0, 10.0)
+os._exit(work(Path(sys.argv[1]), runner))
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -39,52 +57,44 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def seconds_until_noticed(place: Path, after: float) -> float:
-    """Loses one of two machines so many seconds after its workers started. How long the other one's worker lives on.
+def machine(folder: Path, script: Path, command: list[str], run: Path) -> int:
+    """A launcher, with its temporary files in a folder of its own."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    tempfile.tempdir = str(folder)
+    job = Job(build(compose(command)), str(run), command)
+    return launch.launch(job, runner("custom_function"), [sys.executable, str(script)]).exit_code
 
-    Then it must start again, without the lost one.
-    """
+
+def test_a_machine_lost_before_its_workers_met_is_noticed_and_the_other_starts_again(own_folder):
     port = free_port()
     command = arguments("custom_function", "steps=100000", "save_every=50", "eval_every=100000", "layout=ddp")
     command += ["layout.nproc_per_node=1", "layout.nnodes=1:2", "layout.max_restarts=3", "layout.rdzv_id=lost"]
-    command += [f"layout.rdzv_endpoint=127.0.0.1:{port}", "layout.timeout_minutes=1", f"run_dir={place / 'run'}"]
-    launchers, places = [], [place / "survivor", place / "lost"]
+    command += [f"layout.rdzv_endpoint=127.0.0.1:{port}", "layout.timeout_minutes=1", f"run_dir={own_folder / 'run'}"]
+    script = own_folder / "worker.py"
+    script.write_text(WORKER)
+    launchers, places = [], [own_folder / "survivor", own_folder / "lost"]
     try:
         for each in places:
             each.mkdir()
-            with (each / "output.txt").open("w") as output:
-                launchers.append(
-                    subprocess.Popen(
-                        [sys.executable, ROOT / "train.py", *command],
-                        env=os.environ | {"TMPDIR": str(each), "OMP_NUM_THREADS": "1"},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            launchers.append(Forked(machine, each, script, command, own_folder / "run"))
             # The first one holds the meeting point.
-            assert wait_for(lambda: listens(port), 60), (places[0] / "output.txt").read_text()
+            assert wait_for(lambda: listens(port), 60), launchers[0].output.read_text()
         assert wait_for(lambda: all(map(workers_of, places)), 120)
-        time.sleep(after)
         (survivor,), lost = workers_of(places[0]), workers_of(places[1])
         began = time.monotonic()
         for pid in (launchers[1].pid, *lost):
             os.kill(pid, signal.SIGKILL)
-        assert wait_for(lambda: survivor not in workers_of(places[0]), 120), (places[0] / "output.txt").read_text()
-        took = time.monotonic() - began
+        # It imports torch for seconds before it waits for the others.
+        gone = wait_for(lambda: survivor not in workers_of(places[0]), 60)
+        assert gone and time.monotonic() - began > 10, launchers[0].output.read_text()
         assert launchers[0].poll() is None
-        assert wait_for(lambda: workers_of(places[0]), 120)  # and start again, without it
-        return took
+        assert wait_for(lambda: workers_of(places[0]), 60)  # and start again, without it
     finally:
         for launcher, each in zip(launchers, places, strict=False):
             for pid in (launcher.pid, *workers_of(each)):
                 if launcher.poll() is None or pid != launcher.pid:
                     os.kill(pid, signal.SIGKILL)
-            launcher.wait()
-
-
-def test_a_machine_lost_before_its_workers_met_is_noticed(tmp_path):
-    # They import torch for seconds before they meet, and wait for each other for a minute.
-    assert seconds_until_noticed(tmp_path, after=0.0) < 120
+            launcher.process.join()
 
 
 def test_a_cut_link_ends_both_launchers_with_the_timeouts_of_the_kernel(tmp_path):

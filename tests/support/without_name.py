@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pkgutil
+import re
 import runpy
 import subprocess
 import sys
@@ -332,22 +333,26 @@ FEATURES: dict[str, Callable[[], Any]] = {
     "recast": recast,
     "island": island,
     "float8": float8,
-    "recompute": recompute,
     "policy": policy,
-    "table": table,
-    "doctor": doctor,
     "footprint": footprint,
     "units": units,
     "graph": graph,
 }
-SLOW = {"compiled": compiled, "ddp": ddp, "fsdp": fsdp, "loader": loader}
-"""Those that take seconds to import, for the names that they use."""
+SLOW: dict[str, tuple[Callable[[], Any], str]] = {
+    "recompute": (recompute, "_buffers"),
+    "table": (table, "FakeTensorMode"),
+    "doctor": (doctor, "TorchDispatchMode|autograd_node|equence_n|_schema|_cdata"),
+    "compiled": (compiled, "_dynamo|_inductor|_functorch"),
+    "ddp": (ddp, "Reducer|distributed_c10d"),
+    "fsdp": (fsdp, "fsdp"),
+    "loader": (loader, "dataloader"),
+}
+"""Those that take seconds to import, and the names that they use, also those that others use."""
 
 
 def users(names: str) -> dict[str, Callable[[], Any]]:
     """What is computed without these names: all that is quick, and what is slow and uses one of them."""
-    uses = {"compiled": "_dynamo|_inductor|_functorch", "ddp": "Reducer", "fsdp": "fsdp", "loader": "dataloader"}
-    return FEATURES | {key: run for key, run in SLOW.items() if any(part in names for part in uses[key].split("|"))}
+    return FEATURES | {key: run for key, (run, uses) in SLOW.items() if re.search(uses, names)}
 
 
 def digest(value: Any) -> str:
@@ -365,7 +370,8 @@ def digest(value: Any) -> str:
 
 
 def without(*names: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """For each of these names, and for none (""): what was `found`, and the lines that were `said` of missing names."""
+    """For each of these names, and for none (""): what was `found`, the lines that were `said` of missing names, and
+    the names that each feature was the first to `read`."""
     out = folder / "found.json"
     command = [sys.executable, "-W", "error", __file__, str(out), "", *names]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
@@ -373,7 +379,9 @@ def without(*names: str, folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads(out.read_text())
 
 
-def compute(name: str, features: dict[str, Callable[[], Any]], lines: list[str]) -> dict[str, str]:
+def compute(
+    name: str, features: dict[str, Callable[[], Any]], lines: list[str], read: dict[str, list[str]]
+) -> dict[str, str]:
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             lines.append(record.getMessage())
@@ -392,10 +400,20 @@ def compute(name: str, features: dict[str, Callable[[], Any]], lines: list[str])
         # torch's own fused step needs the last one.
         if len(names) > 1 or not each.startswith(STAYS) or each == "torch._foreach_sub_":
             put_back.pop(each)()
+    look_up, known = torch_private._look_up, set[str]()
+
+    def noted(name: str) -> tuple[bool, Any]:
+        if name not in known:
+            known.add(name)
+            read[feature].append(name)
+        return look_up(name)
+
+    setattr(torch_private, "_look_up", noted)  # noqa: B010 - an observer
     spare_compiler()  # as in a run: optimizers of torch import it otherwise, and it needs these names
     found = {}
     for feature, run in features.items():
-        if feature == "recompute":
+        read[feature] = []
+        if feature == "policy":  # from here on torch needs them itself
             for restore in put_back.values():
                 restore()
         try:
@@ -411,12 +429,13 @@ def in_a_child(name: str, every: str) -> dict[str, Any]:
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         lines: list[str] = []
+        names: dict[str, list[str]] = {}
         try:
-            found = compute(name, users(name or every), lines)
+            found = compute(name, users(name or every), lines, names)
         except BaseException:  # or the child would go on as its parent
             found = {"all": traceback.format_exc()}
         said = [line for line in lines if " has no " in line]
-        os.write(write, json.dumps({"found": found, "said": said}).encode())
+        os.write(write, json.dumps({"found": found, "said": said, "read": names}).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:

@@ -36,10 +36,17 @@ class Plan:
     case: int | None = None
     """Only this one of every loop."""
 
-    def cases(self, loop: str, *, short: int, long: int) -> Iterator[tuple[int, random.Random]]:
-        """(number, randomness of its own) of each case, so that one of them can be repeated alone."""
-        count = self.count or (long if self.long else short)
-        for case in range(count) if self.case is None else [self.case]:
+    def cases(self, loop: str, *, short: int | tuple[int, ...], long: int) -> Iterator[tuple[int, random.Random]]:
+        """(number, randomness of its own) of each case, so that one of them can be repeated alone.
+
+        Args:
+            loop: part of the randomness.
+            short: how many cases the short form has, or which.
+            long: how many the long form has.
+        """
+        chosen = self.count or (long if self.long else short)
+        chosen = range(chosen) if isinstance(chosen, int) else chosen
+        for case in chosen if self.case is None else [self.case]:
             yield case, random.Random(f"{self.seed}/{loop}/{case}")
 
     def inside(self, name: str) -> Path:

@@ -130,11 +130,12 @@ def _cuts(plan: Plan, folder: Path, hosts: Path, result: Result) -> None:
     longest = 0.0
     for case, rng in plan.cases("network", short=1, long=6):
         layout, name = rng.choice(["ddp", "fsdp"]), rng.choice(list(NODES))
-        settings = (*TELLING, "steps=400", "save_every=20", "eval_every=1000", BAD, f"layout={layout}")
+        num_steps = 400 if plan.long else 100
+        settings = (*TELLING, f"steps={num_steps}", "save_every=20", "eval_every=1000", BAD, f"layout={layout}")
         kind = Kind(settings, num_ranks=2)
         expected, _ = alone.of(kind)
         children = _launch(torn, hosts, arguments(*kind.settings))
-        step = rng.randrange(30, 200)
+        step = rng.randrange(30, num_steps // 2)
         begun = wait_until(lambda step=step: last_step(torn) >= step, children[0], 120)
         if not result.expect(begun, case, f"it does not begin: {[child.text[-700:] for child in children]}"):
             for child in children:

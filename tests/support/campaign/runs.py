@@ -197,14 +197,15 @@ def kills(plan: Plan) -> Result:
     folder = plan.inside("kills")
     alone, torn = Alone(folder), folder / "torn"
     kinds = [*(KINDS if plan.long else KINDS[:NUM_SHORT])]
-    kinds += [drawn_kind(plan, f"kills/{number}") for number in range(32 if plan.long else 2)]
+    num_drawn = 32 if plan.long else 0
+    kinds += [drawn_kind(plan, f"kills/{number}") for number in range(num_drawn)]
     longest = 0.0
     if find_spec("tokenizers") and find_spec("jinja2"):
         chats = chat_settings(plan.inside("chats"))
         kinds = [replace(kind, settings=tuple(_with(chats, kind.settings))) for kind in kinds]
     else:
         kinds = [kind for kind in kinds if CHAT not in kind.settings]
-    for case, rng in plan.cases("kills", short=10, long=220):
+    for case, rng in plan.cases("kills", short=6, long=220):
         number, variant = case // 2 % len(kinds), case // 2 // len(kinds) % NUM_VARIANTS
         kind, (log_every, _, _) = with_cadences(kinds[number], plan, f"{number}/{variant}")
         expected, seconds = alone.of(kind)
@@ -243,7 +244,7 @@ def kills(plan: Plan) -> Result:
                 child.kill()
         finishes_as_if_alone(torn, kind, expected, result, case, ", ".join(what))
         clear(torn)
-    result.facts["kinds of runs"] = f"{len(kinds)}, {32 if plan.long else 2} of them drawn"
+    result.facts["kinds of runs"] = f"{len(kinds)}, {num_drawn} of them drawn"
     if longest:
         result.facts["longest until the partners of a killed rank ended"] = f"{longest:.1f} s"
     return result
@@ -272,9 +273,10 @@ def signals(plan: Plan) -> Result:
     result = Result()
     folder = plan.inside("signals")
     alone, torn = Alone(folder), folder / "torn"
-    settings = (*TELLING, "steps=60", BAD)
+    num_steps = 60 if plan.long else 30
+    settings = (*TELLING, f"steps={num_steps}", BAD)
     most, longest = 0, 0.0
-    for case, rng in plan.cases("signals", short=7, long=80):
+    for case, rng in plan.cases("signals", short=4, long=80):
         num_ranks = [1, 2, 3, 4][case % 4] if plan.long else [1, 2, 1, 3][case % 4]
         number = SIGNALS[case % 3]
         expected_code = exit_code_of(128 + number)
@@ -282,7 +284,7 @@ def signals(plan: Plan) -> Result:
         kind, _ = with_cadences(Kind(settings, num_ranks=num_ranks), plan, draw)
         if case % 3 == 2:
             draw = f"signals/{num_ranks}/{case // 12}"
-            kind, _ = with_cadences(drawn_kind(plan, draw, steps=60, num_ranks=num_ranks), plan, draw)
+            kind, _ = with_cadences(drawn_kind(plan, draw, steps=num_steps, num_ranks=num_ranks), plan, draw)
         expected, seconds = alone.of(kind)
         children = start(torn, kind.command, num_ranks=num_ranks, before=functools.partial(_note_polls, folder=torn))
         wait_until(lambda: last_step(torn) > 0, children[0])
@@ -346,7 +348,7 @@ def _evaluations(plan: Plan, folder: Path, result: Result) -> None:
     torn, whole = folder / "torn", folder / "whole"
     command = arguments("steps=4", "eval_every=1", "save_every=1000", "amp=bf16", "data.num_samples=192")
     most = 0
-    for case, rng in plan.cases("evaluations", short=2, long=24):
+    for case, rng in plan.cases("evaluations", short=1, long=24):
         num_ranks = [2, 1, 3][case % 3]
         evaluation = [2, 4, 1, 3][case % 4]  # the fourth is that of the last step
         at = (rng.randrange(num_ranks), evaluation, rng.randrange(6))
@@ -413,17 +415,18 @@ def restarts(plan: Plan) -> Result:
     alone, torn = Alone(folder), folder / "torn"
     for case, rng in plan.cases("restarts", short=1, long=8):
         layout = ["ddp", "fsdp"][case % 2]
-        settings = (*TELLING, "steps=150", "save_every=7", "eval_every=1000", BAD, f"layout={layout}")
+        num_steps = 150 if plan.long else 40
+        settings = (*TELLING, f"steps={num_steps}", "save_every=7", "eval_every=1000", BAD, f"layout={layout}")
         kind = Kind(settings, num_ranks=2)
         expected, _ = alone.of(kind)
         agent = [*kind.command, "layout.nproc_per_node=2", "layout.max_restarts=3", f"run_dir={torn}"]
         child = Child(functools.partial(train.main, agent), folder / "torn.0.txt")
-        steps = sorted(rng.sample(range(1, 140), rng.choice([1, 1, 2, 3]) if plan.long else 1))
+        steps = sorted(rng.sample(range(1, num_steps - 10), rng.choice([1, 1, 2, 3]) if plan.long else 1))
         killed = 0
         for step in steps:
             wait_until(functools.partial(_is_at, torn, step, child.pid), child)
             workers = workers_of(child.pid)
-            if len(workers) == 2 and last_step(torn) < 149:
+            if len(workers) == 2 and last_step(torn) < num_steps - 1:
                 os.kill(rng.choice(workers), signal.SIGKILL)
                 killed += 1
                 wait_until(functools.partial(_are_gone, set(workers), child.pid), child)

@@ -7,6 +7,8 @@ rest: `Disk` follows the calls and knows which. All is enumerated call by call f
 from __future__ import annotations
 
 import errno
+import itertools
+import operator
 import os
 import pickle
 import random
@@ -169,8 +171,9 @@ class Stage:
 
 
 def saves(plan: Plan) -> Result:
-    """Deaths, power cuts and errors at every call of every kind of save."""
+    """Deaths, power cuts and errors at every call of every kind of save; in the short form at each that is new."""
     result = Result()
+    usual: list[str] = []
     for number, (name, scene) in enumerate(SCENES.items()):
         if plan.case not in (None, number) or not (scene.is_short or plan.long or plan.case == number):
             continue
@@ -178,15 +181,25 @@ def saves(plan: Plan) -> Result:
         trace = stage.trace(scene)
         if scene.way.get("background") and not plan.long:
             continue
-        deaths(stage, scene, trace, f"{number} ({name})", result)
-        _power_cuts(stage, scene, trace, f"{number} ({name})", result, plan)
-        _errors(stage, scene, trace, f"{number} ({name})", result)
+        names = [call for call, *_ in trace]
+        # What a save begins with like the one before it is tried there.
+        first = 0 if plan.long else sum(1 for _ in itertools.takewhile(bool, map(operator.eq, names, usual)))
+        usual = usual or (names if scene.before is _one else [])
+        points = [at for at, call in enumerate(names) if at >= first and (plan.long or call != "close")]
+        deaths(stage, scene, trace, f"{number} ({name})", result, None if plan.long else points)
+        _power_cuts(stage, scene, trace, f"{number} ({name})", result, plan, points)
+        _errors(stage, scene, trace, f"{number} ({name})", result, plan.long, first)
     return result
 
 
-def deaths(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result) -> None:
+def deaths(
+    stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result, after: list[int] | None = None
+) -> None:
+    """The process dies before, after and in the middle of every call, or after and in the middle of some."""
     points = [(at, fault) for at in range(len(trace)) for fault in ("before", "after")]
-    points += [(at, "half") for at, (name, *_) in enumerate(trace) if name == "write"]
+    points = points if after is None else [(at, "after") for at in after]
+    tried = {at for at, _ in points}
+    points += [(at, "half") for at in sorted(tried) if trace[at][0] == "write"]
     for at, fault in points:
         stage.reset()
         code = Child(lambda at=at, fault=fault: _patched_save(stage.folder, scene, Calls(at, fault)), stage.output)
@@ -196,9 +209,10 @@ def deaths(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Res
             result.expect(False, case, f"dead {fault} call {at} ({trace[at][0]}): {problem}")
 
 
-def _errors(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result) -> None:
-    for at, (name, *_) in enumerate(trace):
-        for number in (errno.ENOSPC, errno.EIO):
+def _errors(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result, every: bool, begin: int) -> None:
+    numbers = (errno.ENOSPC, errno.EIO)
+    for at, (name, *_) in [*enumerate(trace)][begin:]:
+        for number in numbers if every else (numbers[at % 2],):
             stage.reset()
 
             def act(at: int = at, number: int = number) -> int:
@@ -311,13 +325,15 @@ def _read(path: Path) -> Node:
     return Node(is_folder=True, names=dict(names), safe_names=dict(names))
 
 
-def _power_cuts(stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result, plan: Plan) -> None:
+def _power_cuts(
+    stage: Stage, scene: Scene, trace: list[Call], case: str, result: Result, plan: Plan, points: list[int]
+) -> None:
     stage.reset()
     disk = Disk(stage.run)
     rng = random.Random(f"{plan.seed}/{case}")
-    kinds = ["least", "names", *["any"] * (20 if plan.long else 3)]
+    kinds = ["least", "names", *["any"] * (20 if plan.long else 1)]
     for at in range(len(trace) + 1):
-        for kind in kinds:
+        for kind in kinds if at in points or at == len(trace) else ():
             shutil.rmtree(stage.run)
             disk.leave(stage.run, kind, rng)
             result.counts["power cuts after a call of a save"] += 1
