@@ -91,7 +91,7 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
         for key, default in (("hysteresis", 1), ("retry", 0)) if amp.dynamic is False else ():
             if (value := getattr(amp, key)) not in (default, None):
                 yield f"amp.{key}={value}: has no effect with amp.dynamic=false, which keeps the scale; leave it out"
-    if amp.skip_above is not None and not 1 < amp.skip_above < math.inf:
+    if amp.skip_above is not None and amp.skip_above <= 1:
         yield f"amp.skip_above={amp.skip_above:g}: expected a factor above 1, such as 10"
     if amp.weights == "float32":
         if amp.update is not None:

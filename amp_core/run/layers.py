@@ -69,13 +69,13 @@ def _table(loop: Loop, names: dict[nn.Module, str], seen: dict[int, torch.dtype]
             continue
         weight = getattr(module, "weight", None)
         weight = weight if isinstance(weight, Tensor) else next(iter(own), None)
-        stored = [getattr(t, "low", t) for t in local([*own, *module.buffers(recurse=False)])]  # 16-bit shards: `low`
+        stored = [*local(own), *local(module.buffers(recurse=False))]
         rows.append(
             (
                 name or "(the network)",
                 type(module).__name__,
                 "x".join(map(str, weight.shape)) if weight is not None else "",
-                _spell(getattr(local([weight])[0], "low", weight).dtype) if weight is not None else "",
+                _spell(weight.dtype) if weight is not None else "",
                 _spell(seen[number]) if number in seen else "not called",
                 "yes" if module in islands else "",
                 f"{sum(t.numel() * t.element_size() for t in stored):,}" if stored else "",

@@ -32,9 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def values_of(*overrides):
-    sound, problems = check_overrides(list(overrides), multirun=False)
-    assert not problems
-    return compose.compose(sound)
+    return compose.compose(check_overrides(list(overrides), multirun=False)[0])
 
 
 def typos(word):
@@ -53,12 +51,10 @@ UNKNOWN = sorted({f"{typo}=1" for key in LEAVES for typo in typos(key)} - {f"{ke
 NUMBERS = [
     "steps", "epochs", "samples", "batch_size", "accumulation", "seed", "save_every", "eval_every", "log_every", "max_minutes",
     "amp.max_consecutive_skips", "layout.nproc_per_node", "layout.max_restarts", "layout.num_stages", "data.num_workers",
-    "data.image_size", "optimizer.lr", "optimizer.weight_decay", "schedule.horizon", "checkpoint.keep", "ema.decay",
-    "layout.timeout_minutes",
+    "data.image_size", "optimizer.lr", "optimizer.weight_decay", "schedule.horizon", "checkpoint.keep", "ema.decay", "layout.timeout_minutes",
 ]  # fmt: skip
 WRONG_TYPE = [f"{key}={value}" for key in NUMBERS for value in ("abc", "[1,2]", "{a: 1}", "true")]
-WRONG_TYPE += ["steps=1.5", "batch_size=64.0", "seed=null", "deterministic=maybe", "deterministic=1"]
-WRONG_TYPE += ["dry_run=yes please"]
+WRONG_TYPE += ["steps=1.5", "batch_size=64.0", "seed=null", "deterministic=maybe", "dry_run=yes please"]
 WRONG_TYPE += ["amp.keep_fp32=head", "amp.keep_fp32=[1,2]", "amp.scaling=7", "model.options=3", "data.path=[a]"]
 WRONG_TYPE += ["amp=1", "amp=null", "amp=true", "model=1.5", "device=tpu", "task=test", "amp.dtype=float64", "ema=0.9"]
 WRONG_TYPE += ["debug.inject=3", "debug.inject={where: nowhere, step: 1}", "debug.inject={where: batch}", "log=1"]
@@ -81,27 +77,17 @@ BAD_SYNTAX = [
     "a=b=", "steps=${nothing}", "steps=${oc.env:NO_SUCH_VARIABLE_HERE}", "steps=???", "~steps", "~amp", "~model",
     "amp@other=fp16", "+model@x=cnn", "amp=fp16 amp", "'", '"', "seed==1", "++", "+", "~", "steps=\x00",
     "steps=\udcff\udcfe", "\udcff=1", "+new=1", "+new.key=1", "++amp.other=1", "amp=fp16,bf16",
-    "model.options={_target_: os.system}", "+recipe._target_=os.system", "+model.options._target_=os.system",
-    "steps=range(1,3)", "seed=choice(1,2)", "amp=[fp16]", "hydra.job.chdir=true", "hydra.sweep.subdir=x",
+    "model.options={_target_: os.system}", "+recipe._target_=os.system", "+model.options._target_=os.system", "steps=range(1,3)", "seed=choice(1,2)", "amp=[fp16]", "hydra.job.chdir=true", "hydra.sweep.subdir=x",
     "hydra/launcher=joblib", "hydra.verbose=true", "--dry-run", "--amp=fp16", "-x", "-\u1346\u1e7ebW!mg",
 ]  # fmt: skip
 
 HSDP = ["layout=hsdp", "layout.shard_size=2", "layout.nproc_per_node=2"]
 PAIRS = {
-    "amp.init_scale": ["amp=bf16", "amp.init_scale=1024"],
-    "amp.growth_interval": ["amp=fp32", "amp.growth_interval=10"],
-    "amp.max_scale": ["amp=tf32", "amp.max_scale=10"],
     "amp.dynamic": ["amp=bf16", "amp.dynamic=false"],
-    "amp.scaling": ["amp=fp16", "amp.scaling=false"],
     "amp.growth_factor": ["amp=fp16", "amp.growth_factor=1.0"],
     "amp.backoff_factor": ["amp=fp16", "amp.backoff_factor=1.0"],
     "amp.min_scale": ["amp=fp16", "amp.min_scale=1e9"],
-    "steps=5 and epochs=1": ["steps=5", "epochs=1"],
-    "steps=5 and samples=9": ["steps=5", "samples=9"],
     "clip.max_norm": ["clip=norm", "clip.max_norm=0"],
-    "clip.max_value": ["clip=norm", "clip.max_value=1"],
-    "clip.factor": ["clip=none", "clip.factor=0.1"],
-    "layout.nproc_per_node": ["layout.nproc_per_node=2"],
     "layout.nnodes": ["layout.nnodes=2"],
     "layout.rdzv_endpoint": ["layout=ddp", "layout.nnodes=2"],
     "layout.max_restarts": ["layout.max_restarts=3"],
@@ -112,7 +98,6 @@ PAIRS = {
     "optimizer.fused": ["optimizer.name=Adafactor", "optimizer.fused=true"],
     "optimizer.options.lr": ["optimizer.options.lr=1"],
     "cycle_momentum=false": ["schedule=one_cycle", "schedule.options.cycle_momentum=true"],
-    "debug.inject.rank=Adam": ["debug.inject.rank=Adam"],
     "debug.inject.rank": ["debug.inject={where: batch, step: 1, rank: 3}"],
     "task=evaluate": ["task=evaluate"],
     "resume=never": ["task=evaluate", "resume=never", "run_dir=."],
@@ -120,24 +105,15 @@ PAIRS = {
     "no unfinished run": ["resume=last"],
     "data.path": ["data=image_folder"],
     "data.path=/no/such": ["data=image_folder", "data.path=/no/such/folder"],
-    "data.num_classes": ["data.num_classes=5"],
     "run_dir=/proc/version": ["run_dir=/proc/version"],
-    "amp.keep_fp32": ["amp=bf16", "amp.keep_fp32=7"],
     "recipe.length=0": ["recipe.length=0"],
-    "recipe.length=3.5": ["recipe.length='3.5 steps'"],
-    "recipe.length=0 epochs": ["recipe.length='0 epochs'"],
     "recipe.length=3 weeks": ["recipe.length='3 weeks'"],
     "amp.keep_fp32=['head']": ["amp=bf16", "amp.keep_fp32=[head]"],
-    "run_dir=x": ["-m", "run_dir=x", "amp=fp32,bf16"],
-    "amp=fp17": ["-m", "amp=fp32,fp17"],
-    "seed=abc": ["-m", "seed=1,abc"],
-    # Layouts.
     "layout.compress=bf16: has no effect with layout=fsdp": ["layout=fsdp", "layout.compress=bf16"],
     "layout.compress=fp16: expected": ["layout=ddp", "layout.compress=fp16"],
     "layout.gather_dtype=bfloat16: has no effect with layout=ddp": ["layout=ddp", "layout.gather_dtype=bfloat16"],
     "layout.gather_dtype=bfloat16: has no effect in amp=o2": [*HSDP, "amp=o2", "layout.gather_dtype=bfloat16"],
     "layout.gather_dtype=float8_e4m3fn: has one scale": [*HSDP, "amp=mxfp8", "layout.gather_dtype=float8_e4m3fn"],
-    "layout.bucket_mb=5.0: has no effect with layout=single": ["layout.bucket_mb=5.0"],
     "layout.bucket_mb=0: expected a finite number above 0": ["layout=ddp", "layout.bucket_mb=0.0"],
     "layout.shard_optimizer=true: has no effect with layout=hsdp": [*HSDP, "layout.shard_optimizer=true"],
     "layout.compress=bf16: has no effect with amp=o2": ["layout=ddp", "amp=o2", "layout.compress=bf16"],
@@ -156,18 +132,15 @@ PAIRS = {
     "layout.shard_size=null": ["layout=hsdp", "layout.nproc_per_node=4"],
     "layout.shard_size=2: has no effect": ["layout=fsdp", "layout.shard_size=2"],
     "layout.shard_size=3: does not divide the 4": ["layout=hsdp", "layout.shard_size=3", "layout.nproc_per_node=4"],
-    "layout.shard_size=2: does not divide the 1": ["layout=hsdp", "layout.shard_size=2"],
     "layout=fsdp: recipe=gan": ["layout=fsdp", "recipe=gan"],
-    # Ways to compute.
     "perf.backend=indctor": ["perf=compile", "perf.backend=indctor"],
-    "perf.dynamic=true": ["perf.dynamic=true"],
     "perf.compile=blocks: recipe=gan": ["perf=compile", "recipe=gan"],
     "perf.compile=blocks: layout=data_parallel": ["perf=compile", "layout=data_parallel"],
+    "perf.recast_weights=true: layout=data_parallel": ["perf.recast_weights=true", "layout=data_parallel"],
     "perf.checkpoint_activations=true: model.name=mlp has no blocks": ["perf.checkpoint_activations=true", "model=mlp"],
     "perf.recast_weights=true: amp=fp32": ["perf.recast_weights=true", "amp=fp32"],
     "perf.recast_weights=true: amp=o2": ["perf.recast_weights=true", "amp=o2"],
     "perf.recast_weights=true: layout=fsdp": ["perf.recast_weights=true", "layout=fsdp"],
-    "perf.recast_weights=true: layout=data_parallel": ["perf.recast_weights=true", "layout=data_parallel"],
     "optimizer.fused=true: Muon": ["optimizer=muon", "optimizer.fused=true"],
     "optimizer.state_dtype=bfloat16: is for Adam": ["optimizer=muon", "optimizer.state_dtype=bfloat16"],
     "optimizer.name=Muon": ["optimizer=muon", "layout=fsdp", "layout.nproc_per_node=2"],
@@ -192,9 +165,9 @@ def refuse(arguments, capsys, folder):
     return err
 
 
-@pytest.mark.parametrize("first", rows([0, 5, 10, 15], 0))
+@pytest.mark.parametrize("first", rows([0, 10], 0))
 def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(first, tmp_path, own_folder, capsys):
-    # Every fifth, since composing takes a tenth of a second; by name and message more of them are held below.
+    # Every tenth, since composing takes a tenth of a second; by name and message more of them are held below.
     for arguments in MALFORMED[first::20]:
         refuse(arguments, capsys, tmp_path)
 
@@ -205,8 +178,6 @@ def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(
         (["schedule.name=StepLR", "schedule.options.step_size=10"], "schedule", {"step_size": 10}),
         (["schedule.name=StepLR", "schedule.options={step_size: 10}"], "schedule", {"step_size": 10}),
         (["schedule=step", "schedule.options.gamma=0.5"], "schedule", {"step_size": 500, "gamma": 0.5}),
-        (["schedule.name=warmup_linear", "schedule.options.final=0.01"], "schedule", {"final": 0.01}),
-        (["model.options={width: 8}"], "model", {"width": 8}),
         (["model=cnn_small", "model.name=mlp"], "model", {}),
         (["optimizer=sgd", "optimizer.name=RMSprop", "optimizer.options.momentum=0.8"], "optimizer", {"momentum": 0.8}),
         (["recipe=language_model", "optimizer.name=SGD"], "optimizer", {}),
@@ -243,20 +214,16 @@ def test_no_class_comes_in_by_an_interpolation_or_a_file(tmp_path, monkeypatch, 
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "conf")
-    monkeypatch.setenv("AMP_RECIPES_CONFIG_DIR", "")
     texts = [f"hydra: {{{key}: {{_target_: os.getcwd}}}}" for key in ("sweeper", "launcher")]
     texts += ["hydra: {callbacks: {a: {_target_: os.getcwd}}}", f"hydra: {{sweeper: {{params: {{seed: {hidden}}}}}}}"]
     texts += [
-        "defaults: [{override /hydra/sweeper: optuna}]\nhydra: {sweeper: {params: {seed: {_target_: os.getcwd}}}}"
-    ]
-    texts += [
+        "defaults: [{override /hydra/sweeper: optuna}]\nhydra: {sweeper: {params: {seed: {_target_: os.getcwd}}}}",
         "hydra: {sweeper: {params: {model.options: '{_target_: os.getcwd}'}}}",
         "model: {options: {_target_: os.getcwd}}",
     ]
     for number, text in enumerate(texts):
         (folder / f"bad{number}.yaml").write_text(f"# @package _global_\n{text}\n")
-        arguments = ["--config-dir", str(tmp_path / "conf"), "-m", f"experiment=bad{number}", "steps=1,2"]
-        assert train.main(arguments) == 2
+        assert train.main(["--config-dir=.", "-m", f"experiment=bad{number}", "steps=1,2"]) == 2
         said = capsys.readouterr().err
         assert "_target_" in said and "Traceback" not in said, (text, said)
     assert os.listdir(".") == ["experiment"]
@@ -330,32 +297,43 @@ def test_every_problem_stands_in_one_message(tmp_path, own_folder, capsys):
 
 WORKER = "error: python -m recipes is a worker of layout=ddp"
 VERSION = f"amp-recipes {amp_core.__version__}, torch {version('torch')}, hydra "
-STARTS = [
-    (["train.py", "stepz=1"], 2, "error: stepz"),
+PROCESSES = [
     (["train.py", "amp=fp16", "steps=\udcff"], 2, "error: 'steps="),
-    (["train.py", "layout=ddp", "steps=0"], 2, "error: steps=0"),
-    (["train.py", "-m", "amp=fp32,x"], 2, "error: amp=x"),
-    (["train.py", "--foo"], 2, "error: unrecognized arguments: --foo"),
-    (["train.py", "--shell-completion", "seed=1"], 2, "error: --shell-completion seed=1: Expecting one subcommand"),
     (["-m", "recipes.classification"], 2, "error: recipes.classification is not a program; use python train.py"),
     (["-m", "recipes", "--help"], 2, WORKER),
-    (["-m", "recipes"], 2, WORKER),
-    (["train.py", "--version"], 0, VERSION),
-    (["train.py", "seed=7", "--cfg", "job", "steps=31"], 0, "steps: 31"),
     (["train.py", "seed=7", "--info=all", "steps=31"], 0, "steps: 31"),
-    (["train.py", "--hydra-help", "clip=norm"], 0, "Hydra"),
+]
+CALLS = [
+    (["layout=ddp", "steps=0"], 2, "error: steps=0"),
+    (["-m", "amp=fp32,x"], 2, "error: amp=x"),
+    (["--foo"], 2, "error: unrecognized arguments: --foo"),
+    (["--shell-completion", "seed=1"], 2, "error: --shell-completion seed=1: Expecting one subcommand"),
+    (["--version"], 0, VERSION),
+    (["seed=7", "--cfg", "job", "steps=31"], 0, "steps: 31"),
+    (["--hydra-help", "clip=norm"], 0, "Hydra"),
 ]
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("arguments, code, said", STARTS, ids=lambda value: ascii(value))
+@pytest.mark.parametrize("arguments, code, said", CALLS, ids=lambda value: ascii(value))
+def test_a_program_ends_with_its_code_and_creates_nothing(arguments, code, said, own_folder, capfd):
+    try:
+        ended = train.main(arguments)
+    except SystemExit as end:
+        ended = end.code or 0
+    out, err = capfd.readouterr()
+    assert ended == code and said in out + err and (not code or err.startswith(said)), err
+    assert not list(own_folder.iterdir())
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("arguments, code, said", PROCESSES, ids=lambda value: ascii(value))
 def test_a_process_ends_with_its_code_and_creates_nothing(arguments, code, said, tmp_path):
     encoded = [os.fsencode(str(ROOT / text) if text == "train.py" else text) for text in arguments]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *encoded], cwd=tmp_path, env=environ, capture_output=True, text=True)
-    assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
-    assert not code or done.stderr.startswith(said)
-    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
+    out, err = done.stdout, done.stderr
+    assert done.returncode == code and said in out + err and (not code or err.startswith(said)), err
+    assert "Traceback" not in err and not list(tmp_path.iterdir())
 
 
 def test_warnings_name_settings_without_effect():
@@ -382,26 +360,23 @@ def test_help_and_cfg_need_no_torch(tmp_path):
         code = f"import sys, runpy; sys.argv = ['train.py', *{flag}]\ntry: runpy.run_path('train.py', run_name='__main__')\n"
         code += "except SystemExit as e: assert not e.code, e.code\nassert 'torch' not in sys.modules"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "accumulation" in done.stdout
+        assert done.returncode == 0 and "accumulation" in done.stdout, done.stderr
 
 
 def test_no_object_is_frozen_at_the_end():
     """nanobind, which binds Triton, lists each one that the last collection does not see: 40 lines after every run."""
     code = "import atexit, gc; gc.disable(); atexit.register(lambda: print(gc.get_freeze_count())); import train\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code + "train._collect_again()"], cwd=ROOT, capture_output=True, text=True
-    )
+    program = [sys.executable, "-c", code + "train._collect_again()"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "0\n", done
 
 
 def test_cfg_job_prints_every_key_of_the_schema(capsys):
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", "--cfg", "job"], capture_output=True, text=True, check=True
-    )
+    assert train.main(["--cfg", "job"]) == 0
+    out = capsys.readouterr().out
     for key in LEAVES:
         leaf = key.rpartition(".")[2]
-        assert key.startswith("debug.inject") or re.search(rf"^\s*{leaf}:", done.stdout, re.MULTILINE), key
+        assert key.startswith("debug.inject") or re.search(rf"^\s*{leaf}:", out, re.MULTILINE), key
 
 
 def test_the_samples_of_the_readme_are_what_the_program_prints(capsys):
@@ -440,23 +415,16 @@ RANKS |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "GROUP_WORLD_SIZE"
     "changed, said",
     [
         ({"RANK": "x"}, "RANK=x: expected a whole number from 0"),
-        ({"RANK": "-1"}, "RANK=-1: expected a whole number from 0"),
         ({"RANK": "2"}, "RANK=2: expected less than 2"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: expected a whole number from 1"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE=: expected a whole number from 1"),
-        ({"WORLD_SIZE": None}, "WORLD_SIZE=None: expected a whole number from 1"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2: expected less than 2"),
-        ({"LOCAL_RANK": None}, "LOCAL_RANK=None: expected a whole number from 0"),
         ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3: expected less than 3"),
         ({"LOCAL_WORLD_SIZE": None, "GROUP_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE: is not set, and 3 machines do not"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT=x: expected a whole number from 1 to 65,535"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: expected a whole number from 1 to 65,535"),
         ({"MASTER_PORT": "9" * 5000}, "MASTER_PORT=999"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR: is not set"),
         ({"TORCHELASTIC_RUN_ID": None}, "WORLD_SIZE=2: was not set by torchrun"),
         (dict.fromkeys(RANKS) | {"RANK": "1"}, "RANK=1: was not set by torchrun"),
-        (dict.fromkeys(RANKS) | {"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc: was not set by torchrun"),
-        (dict.fromkeys(RANKS) | {"LOCAL_RANK": "1"}, "LOCAL_RANK=1: was not set by torchrun"),
     ],
 )
 @pytest.mark.parametrize("layout", ["single", "ddp"])
@@ -502,19 +470,18 @@ VALUES = [
     "1e308", "-1e308", "1e999", "1e-400", "nan", "-inf", "1_000", "0x10", "0b1", "1e", "٣", f"{2**63}", f"{10**40}", "null", "''", "a b",
     "~", "/proc/self/mem", "/dev/null", "~root", "-", "*", "[]", "{}", "[[1]]", "{a: {b: [1]}}", "[null]", "{null: 1}", "{1: 2}", "[,]",
     "(1)", "choice(1)", "glob(*)", "sort(1,2)", "json_str(1)", "${steps}", "${amp.name}", "${oc.env:HOME}", "${oc.decode:1}", "${", "${}",
-    "${now:%Y}", "${.name}", "${..seed}", "\\${steps}",
+    "${.name}", "${..seed}", "\\${steps}",
 ]  # fmt: skip
 SIZES = ("width", "depth", "image_size", "num_samples", "length", "num_classes")
 """A random number of gigabytes says nothing about the checks."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))
-def test_command_lines_that_are_damaged_at_random_are_refused_in_one_message_or_planned(part, own_folder, capfd):
+def test_command_lines_that_are_damaged_at_random_are_refused_in_one_message_or_planned(own_folder, capfd):
     known = [*(text for line in WORKS for text in line.split()), *(text for line in MALFORMED for text in line)]
     pool = [text for text in known if text not in ("-m", "--multirun", "hydra.mode=MULTIRUN")]  # a sweep makes a folder
     pool += [f"{key}=" for key in LEAVES if not key.endswith(SIZES)]
-    rng = random.Random(part)
+    rng = random.Random(0)
     for _ in range(60):
         line = rng.sample(pool, rng.choice([1, 1, 2, 3]))
         at = rng.randrange(len(line))

@@ -1,4 +1,4 @@
-"""The doctor of `amp_plugins` in other trainers: five faults, on one rank and on two, and a healthy run."""
+"""The doctor of `amp_plugins` in other trainers: five faults, on one rank or on two, and a healthy run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ PLACES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("trainer", ["accelerate", "transformers", "lightning"])
+@pytest.mark.parametrize("trainer, ranks", [("accelerate", 2), ("transformers", 1), ("lightning", 2)])
 def test_the_doctor_names_a_fault_in_another_trainer_and_the_weights_stay_sound(trainer: str, ranks: int) -> None:
     import_torchvision()  # Lightning would import it in a way that fails beside a CPU-only torch
     pytest.importorskip(trainer, reason="its doctor examines its steps")

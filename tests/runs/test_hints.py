@@ -13,19 +13,14 @@ from tiers import rows
 import train
 from amp_core.cli import compose
 from amp_core.cli.overrides import groups, typed_keys
-from amp_core.cli.words import WORDS
+from amp_core.cli.words import MEANT, WORDS
 from amp_core.config.errors import ConfigError, is_misspelt
-from amp_core.config.options import CONFIG_DIR, choices, conf_dir
+from amp_core.config.options import choices, conf_dir
 from amp_core.config.rules import validate
 from amp_core.run.preflight import preflight
 from recipes import find
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-
-
-@pytest.fixture(autouse=True)
-def _forget(monkeypatch):
-    monkeypatch.setenv(CONFIG_DIR, "")  # and what it was is put back
 
 
 def key_of(text):
@@ -78,29 +73,44 @@ def swap(word):
 
 
 TYPOS = [f"{swap(key)}={value}" for key, value in {
-    "accumulation": 2, "batch_size": 32, "steps": 5, "epochs": 1, "seed": 3, "deterministic": "true", "save_every": 10,
-    "optimizer.lr": 0.1, "optimizer.weight_decay": 0.1, "schedule.horizon": 10, "ema.decay": 0.9, "ema.warmup": "false",
-    "amp.keep_fp32": "[]", "amp.init_scale": 1024, "amp.growth_interval": 10, "amp.max_consecutive_skips": 5,
-    "clip.max_norm": 1.0, "clip.max_value": 0.5, "layout.nproc_per_node": 2, "layout.timeout_minutes": 3,
-    "data.num_workers": 1, "data.augment": "false", "checkpoint.keep": 3, "doctor.after_skips": 3, "log.tensorboard": "true",
-    "perf.channels_last": "true", "recipe.label_smoothing": 0.2, "max_minutes": 3, "log_every": 5, "task": "train",
+    "accumulation": 2, "batch_size": 32, "epochs": 1, "optimizer.weight_decay": 0.1, "schedule.horizon": 10, "ema.decay": 0.9,
+    "amp.keep_fp32": "[]", "clip.max_norm": 1.0, "layout.nproc_per_node": 2, "data.augment": "false", "recipe.label_smoothing": 0.2,
 }.items()]  # fmt: skip
 OPTIONS = [f"{group}={swap(option)}" for group, option in {
-    "amp": "fp16", "clip": "norm", "model": "cnn_narrow", "optimizer": "sgd", "schedule": "constant", "doctor": "watch",
-    "log": "none", "recipe": "custom_function", "perf": "default", "checkpoint": "single", "layout": "single",
 }.items()]  # fmt: skip
 NAMES = ["optimizer.name=AdmW", "model.name=resnt18", "schedule.name=warmup_cosin", "recipe.name=clasification"]
 NAMES += ["device=gpu", "device=CPU", "task=trian", "steps=1e3", "batch_size=64.0", "data.prepare_on=devise"]
-OTHERS = ["precision=16-mixed", "trainer.precision=bf16-mixed", "fp16=true", "trainer.max_epochs=2", "bf16=false"]
-OTHERS += ["trainer=ddp", "trainer.gradient_clip_val=0.5", "trainer.accumulate_grad_batches=4", "data.batch_size=32"]
-OTHERS += ["model.optimizer.lr=0.02", "optimizer.learning_rate=0.1", "lr=0.1", "learning_rate=0.1", "gpus=2"]
-OTHERS += ["num_train_epochs=2", "max_steps=9", "gradient_accumulation_steps=2", "max_grad_norm=1.0", "output_dir=x"]
-OTHERS += ["model.width=8", "logger=tensorboard", "lr_scheduler=constant", "weight_decay=0.1", "trainer.max_steps=7"]
-OTHERS += ["amp=float16", "amp=true", "amp=null", "log=false", "doctor=null", "perf=True", "layout=dp", "AMP=fp16"]
-OTHERS += ["optimizer.amsgrad=true", "eval_steps=10", "logging_steps=10", "save_total_limit=3", "clip_grad_norm=1.0"]
-OTHERS += ["arch=resnet18", "report_to=wandb", "compile=True", "workers=0", "trainer.max_time=9", "opt_level=O1"]
+OTHERS = [
+    "precision=16-mixed",
+    "fp16=true",
+    "trainer.max_epochs=2",
+]
+OTHERS += ["trainer=ddp", "trainer.accumulate_grad_batches=4", "data.batch_size=32"]
+OTHERS += [
+    "model.optimizer.lr=0.02",
+    "optimizer.learning_rate=0.1",
+    "lr=0.1",
+]
+OTHERS += ["gradient_accumulation_steps=2", "output_dir=x"]
+OTHERS += [
+    "model.width=8",
+    "logger=tensorboard",
+    "lr_scheduler=constant",
+    "weight_decay=0.1",
+]
+OTHERS += ["amp=float16", "amp=true", "log=false", "perf=True", "layout=dp", "AMP=fp16"]
+OTHERS += ["optimizer.amsgrad=true", "eval_steps=10", "clip_grad_norm=1.0"]
+OTHERS += [
+    "report_to=wandb",
+    "compile=True",
+]
 OTHERS += ["steps='5'", "optimizer.lr='1e-3'", "ema.decay=None", "deterministic=yes"]
-OTHERS += ["mixed_precision=bf16", "--fp16", "--lr=0.1", "--seed 3", "--dry-run", "--max-steps=4"]
+OTHERS += [
+    "--fp16",
+    "--lr=0.1",
+    "--seed 3",
+    "--dry-run",
+]
 HYDRA = ["~clip", "~schedule", "~doctor", "~log", "~steps", "~ema.decay", "~data", "~model", "model@teacher=cnn"]
 HYDRA += ["hydra.job.chdir=true", "hydra.job.name=mine", "hydra.output_subdir=null"]
 HYDRA += ["hydra.sweep.subdir=x", "hydra.sweep.dir=x", "hydra.verbose=true", "hydra/job_logging=disabled"]
@@ -145,7 +155,7 @@ WORKS = [
     "batch_size=int(32.0)", "optimizer.lr=float(1)", "log.wandb_project=str(3)", "deterministic=bool(1)", "run_dir=null", "run_dir=grün",
     "hydra.run.dir=x", "hydra.run.dir=x/${now:%Y-%m-%d}", "hydra.job.chdir=false", "hydra.mode=RUN",
     "-m seed=1,2", "--multirun seed=1,2", "hydra.mode=MULTIRUN seed=1,2", "seed=1,2 -m", "-m seed=range(1,4)",
-    "-m seed=range(start=1,stop=9,step=2)", "-m seed=choice(1,2)", "-m amp=glob(*) model=mlp", "-m amp=glob([fp*,bf*],exclude=*_*)",
+    "-m seed=range(start=1,stop=9,step=2)", "-m seed=choice(1,2)", "-m amp=glob([fp*,bf*],exclude=*_*)",
     "-m +amp=fp16,fp32", "-m seed=sort(3,1,2)", "-m seed=sort(1,2,reverse=true)", "-m seed=shuffle(1,2,3)",
     "-m seed=shuffle(range(1,4))", "-m optimizer.lr=tag(log,choice(0.1,0.2))", "-m log.wandb_tags=[a],[b]",
     "-m ema={decay:0.9,warmup:true},{decay:null,warmup:true}", "-m model.options.width=8,16", "-m model=cnn,mlp seed=1,2",
@@ -159,12 +169,8 @@ SENTENCES = {
     "data.data_dir=x": "called data.path here: python train.py --help data.path",
     "ckpt_path=no/such": "called resume here: python train.py --help resume",
     "run_dir=${hydra:runtime.cwd}/x": "${hydra:...} has no value",
-    "optimizer.lr=0,1": "a sweep; add -m",
     "-m hydra/sweeper=optuna hydra.sweeper.storage=x seed=1,2": "no such key. Valid: num_trials, ",
     "-m hydra/launcher=joblib hydra.launcher.n_jobs=0 seed=1": "n_jobs=0: expected",
-    "-m hydra/launcher=joblib hydra.launcher.n_jobs=x seed=1": "hydra.launcher.n_jobs: Value 'x'",
-    "model@teacher=cnn": "use model=cnn",
-    "+recipe@pre=gan": "packages",
     "amp.keep_fp32=a,b": "brackets",
     "steps=???": "Missing mandatory value",
     "--config-name other": "--config-dir <folder> experiment=mine",
@@ -179,7 +185,6 @@ SENTENCES = {
     "-m seed=interval(1,3)": "use hydra/sweeper=optuna",
     "-m experiment=default_gan,default_contrastive": "start one after the other",
     "-m hydra.launcher.n_jobs=1,2 seed=1,2": "expected one value",
-    "seed=glob(*)": "add -m",
     "-m seed=glob(*)": "write the values: seed=a,b",
     "amp.init_scale=${nothing}": "'nothing' not found",
 }
@@ -196,6 +201,13 @@ def test_what_of_hydra_is_not_used_is_refused_in_one_sentence(line):
     assert said is not None and SENTENCES[line] in said and "\n" not in said and "Multiple values" not in said
 
 
+def test_what_others_call_an_option_by_another_name_is_one():
+    for group, meant in MEANT.items():
+        assert {*meant.values()} <= {"resume": {"last"}, "model.weights": {"default"}}.get(group, {*choices(group)}), (
+            group
+        )
+
+
 def test_every_key_that_others_call_by_another_name_is_explained(capsys):
     for targets in {*WORDS.values()}:
         assert train.main(["--help", *targets.split()]) == 0, targets
@@ -208,39 +220,24 @@ MISTAKES = {
     "bs=4": "Did you mean batch_size=4?",
     "dropout=0.1": "Did you mean model.options.dropout=0.1?",
     "betas=[0.9,0.95]": "Did you mean optimizer.options.betas=[0.9,0.95]?",
-    "acumulation=2": "Did you mean accumulation=2?",
     "amp=fp_16": "Did you mean fp16?",
-    "device=gpu": "Did you mean cuda?",
-    "steps=1e3": "Write steps=1000.",
     "layout.gpus=2": "Did you mean layout=ddp layout.nproc_per_node=2?",
-    "optimizer.learning_rate=0.1": "Did you mean optimizer.lr=0.1?",
     "optimizer.lr=1e-3x": "optimizer.lr=1e-3x: expected a number",
-    "--seed=3": "Did you mean seed=3?",
-    "-m hydra/launcher=jobllib seed=1,2": "Did you mean joblib?",
-    "-m hydra/launcher=joblib hydra.launcher.njobs=2 seed=1,2": "Did you mean hydra.launcher.n_jobs?",
     f"{'a' * 5000}=1": f"error: {'a' * 200}...",
     "optimizer.layer_decays=0.7": "Did you mean optimizer.layer_decay=0.7? NO weight_decay",
     "optimizer.weight_decay_rate=0.1": "optimizer.options.<name> NO Did you mean",
-    "optimizer.momentum=0.9": "optimizer.options",
-    "optimizer.nesterov=true": "optimizer.options",
     "optimizer.eps=1e-6": "Did you mean optimizer.options.eps=1e-6?",
     "optimizer=Lion": "Did you mean optimizer.name=timm.optim.Lion?",
-    "optimizer=RMSprop": "Did you mean optimizer.name=RMSprop?",
     "optimizer=AdamW": "Did you mean adamw?",
     "optimizer=adam8bit": "Did you mean adamw_8bit?",
     "optimizer.name=adamw": "Did you mean AdamW?",
     "optimizer.name=LARS": "there is no such optimizer NO Did you mean",
     "optimizer.lr=-1": "optimizer.lr=-1: expected a finite number above 0 NO refuses",
-    "amp=fp16-mixed": "Did you mean fp16?",
-    "amp=bf16-mixed": "Did you mean bf16?",
     "amp=16-true": "Did you mean o3?",
     "amp=int8": "Valid: bf16, NO Did you mean",
-    "amp=fp64": "Valid: bf16, NO Did you mean",
     "amp.scale=1024": "Did you mean amp=fp16 amp.init_scale=1024? NO min_scale",
-    "amp.loss_scale=dynamic": "amp.init_scale",
     "amp.init_scale=2**16": "Write amp.init_scale=65536",
     "amp.enabled=false": "amp=fp32",
-    "amp.dtype=fp16": "Did you mean float16?",
     "resume=latest": "Did you mean last?",
     "resume=best": "Valid: auto, last, never. NO Did you mean",
     "--resume": "Did you mean resume=last?",
@@ -250,9 +247,6 @@ MISTAKES = {
     "--gpus 2": "Did you mean layout=ddp layout.nproc_per_node=2?",
     "--help nothing_like_it": "there is no such topic",
     "--help optimzer": "Did you mean optimizer?",
-    "--help nprco_per_node": "Did you mean nproc_per_node?",
-    "--help warmup_cosin": "Did you mean warmup_cosine?",
-    "--help max_grad_nrom": "Did you mean max_grad_norm?",
     "help": "Did you mean --help?",
     "fp16": "Did you mean amp=fp16?",
     "amp": "see --help amp",
@@ -262,158 +256,78 @@ MISTAKES = {
     "steps=10k": "Write steps=10000",
     "steps=1e30": "expected a whole number NO Write",
     "model=resnet18.a1_in1k": "Did you mean model=timm model.name=resnet18.a1_in1k? Its pretrained weights",
-    "model.name=resnet18.a1_in1k": "Did you mean model=timm model.name=resnet18.a1_in1k? Its pretrained weights",
     "model=resnet34": "Did you mean model.name=resnet34? NO iresnet34",
-    "model=resnet19": "there is no such option NO Did you mean",
     "model=resnet18 model.weights=IMAGENET1K_V1": "Did you mean model.weights=default?",
-    "model.pretrained=true": "model.weights",
-    "model.num_classes=10": "the data set knows it",
     "model.depth=3": "model.options.<name>",
-    "model.dropout=0.2": "Did you mean model.options.dropout=0.2?",
     "data=csv data.path=x": "data/<name>.py NO data.path",
-    "optimizer=lion": "Did you mean optimizer.name=timm.optim.Lion?",
-    "optimizer=schedulefree": "Did you mean optimizer.name=schedulefree.AdamWScheduleFree?",
     "recipe=detection": "Detectors have no recipe",
-    "model.name=fasterrcnn_resnet50_fpn": "Detectors have no recipe",
     "data=ljspeech": "Did you mean recordings?",
-    "loss=bce": "recipe=supervised has recipe.loss",
     "data=voc": "Did you mean mask_folder?",
-    "data.crop_pct=0.9": "It is called data.like here",
-    "reprob=0.25": "Did you mean data.erasing=0.25?",
     "task=export export.to=torchscript run_dir=.": "Did you mean pt2?",
     "model.rename={'a':b}": "names before a colon without quotes: 'key={a:b}'",
     "data=imagefolder data.path=x": "Did you mean image_folder? NO has no effect",
-    "data=folder": "Did you mean identity_folder or image_folder or mask_folder?",
     "data=mnist": "Did you mean mnist_subset?",
-    "data=cifar100": "cifar10, NO Did you mean",
-    "data.size=32": "data.image_size",
     "data.batch_size=4": "Did you mean batch_size=4?",
     "data.train_path=x": "data.path or data.eval_path",
     "data.shuffle=true": "shuffled by the seed",
-    "data.transforms=x": "data.augment",
     "recipe=language_model data=text data.path=train.bin": "train.bin is a .bin file",
-    "recipe=language_model data=text data.path=train.jsonl": "train.jsonl is a .jsonl file",
-    "recipe=language_model data=text data.path=train.parquet": "train.parquet is a .parquet file",
     "recipe=language_model data=text data.path=texts": "b.txt is no text: it has zero bytes",
-    "recipe=classifier": "Did you mean classification?",
-    "recipe=llm": "Did you mean language_model?",
-    "recipe=lora": "Did you mean finetuning?",
     "recipe=language_modle optimizer.lr=-1 data=text": "Did you mean language_model? NO optimizer.lr",
     "schedule=cosine": "Did you mean warmup_cosine?",
     "schedule=CosineAnnealingLR": "Did you mean schedule.name=CosineAnnealingLR?",
     "schedule.warmup=0.1": "Did you mean schedule.options.warmup=0.1?",
     "schedule.options.warmup_steps=100": "Valid: warmup, final NO Did you mean",
     "clip=1.0": "Did you mean clip=norm clip.max_norm=1.0?",
-    "clip.norm=1.0": "Did you mean clip=norm clip.max_norm=1.0?",
     "ema=0.99": "ema.decay=",
-    "ema.beta=0.99": "Did you mean ema.decay=0.99?",
     "layout=zero": "Did you mean layout=ddp layout.shard_optimizer=true?",
-    "layout=deepspeed": "Did you mean fsdp?",
     "layout=ddp layout.nproc=2": "Did you mean layout.nproc_per_node=2?",
     "layout=ddp layout.nproc_per_node=99999999999999999999": "2^63 NO too many",
     "device=0": "CUDA_VISIBLE_DEVICES=0",
-    "device=cuda:1": "CUDA_VISIBLE_DEVICES=1",
-    "log=tb": "Did you mean tensorboard?",
     "log=tensorboard,wandb": "use log=all",
-    "log.project=x": "log.wandb_project",
     "task=test": "Did you mean evaluate?",
-    "task=inference": "Did you mean predict?",
-    "doctor=on": "Did you mean watch?",
-    "perf.compile=true": "Use perf=compile",
     "experiment=mnist": "default_gan",
-    "verbose=true": "train.log has everything",
-    "ddp=true": "layout",
-    "momentum=0.9": "optimizer.options",
     "amp fp16": "error: amp fp16: expected key=value. Did you mean amp=fp16?",
     "predict runs/first": "Did you mean task=predict run_dir=runs/first?",
-    "evaluate": "Did you mean task=evaluate?",
     "-m seed=1 2 3": "seed=1 2 3: several values have commas between them. Did you mean seed=1,2,3?",
-    "-m amp=fp16 bf16": "Did you mean amp=fp16,bf16?",
     "-m seed=[1,2,3]": "Several values are a sweep: -m seed=1,2,3.",
     "seed=1,2 optimizer.lr=0.1,0.2": "seed=1,2: several values are a sweep; add -m NO lr",
     "hydra/sweeper=optuna seed=1,2": "has an effect only in a sweep; add -m NO seed=1,2:",
     "optimizer.options.betas=[0.9, 0.95]": "put it in quotes: 'optimizer.options.betas=[0.9, 0.95]'",
-    "data.path=my pets": "put it in quotes: 'data.path=my pets'",
     "-b 64": "Did you mean batch_size=64?",
     "--local_rank=0": "torchrun tells each process its rank; leave it out",
     "--pretrained": "called model.weights here",
-    "amp=mixed": "Did you mean fp16?",
-    "amp=bfloat": "Did you mean bf16?",
-    "amp=fp16 amp.init_scale=2^16": "Write amp.init_scale=65536",
-    "amp.max_skips=3": "Did you mean amp.max_consecutive_skips=3?",
-    "amp.keep_batchnorm_fp32=true": "amp.keep_fp32=",
-    "amp.autocast=false": "use amp=fp32",
-    "amp.master_weights=true": "use amp=o2 or amp=bf16_pure",
     "clip=0": "Did you mean clip=none? NO norm",
-    "clip=true": "Did you mean norm?",
-    "clip=agc": "Did you mean adaptive?",
     "clip.norm_type=1": "clip=norm takes the L2 norm",
-    "resume=true": "Did you mean last?",
     "resume=null": "Did you mean never?",
     "resume.path=x": "resume is a value; write resume=x",
-    "model.weights=true": "Did you mean default?",
     "deterministic=1": "Write deterministic=true.",
     "max_minutes=2h": "Write max_minutes=120.",
     "max_minutes=00:30:00": "Write max_minutes=30.",
-    "log.every=10": "Did you mean log_every=10? NO save_every",
-    "log.level=debug": "train.log has everything",
-    "log=quiet": "Did you mean none?",
     "log.wandb_mode=off": "Valid: auto, online, offline. NO Did you mean",
     "log.dir=logs": "Did you mean run_dir=logs?",
-    "device=tpu": "Valid: auto, cuda, cpu, mps, xpu. NO Did you mean",
     "data=image_folder data.root=nowhere": "called data.path here NO data.path=null",
-    "data.pin_memory=true": "always on where it helps",
-    "data.drop_last=true": "nothing is dropped",
-    "data.val_split=0.2": "the data set says what it is evaluated on",
-    "data.normalize=false": "normalised by statistics of its own",
-    "data.download=true": "nothing is downloaded",
     "recipe=language_model data.block_size=64": "Did you mean data.length=64?",
     "data=imagenet1k data.path=x": "Did you mean imagenet? NO data.path",
-    "data=random": "Did you mean synthetic?",
     "model=efficientnet": "Did you mean model.name=efficientnet_b0 or efficientnet_b1 or efficientnet_b2, ...?",
-    "model=vit": "Did you mean model.name=vit_b_16 or vit_b_32",
     "model=gpt2": "model=timm and model=hf take others",
     "model=timm:resnet18": "Did you mean model.name=timm:resnet18?",
-    "model=torchvision.models.resnet34": "Did you mean model.name=resnet34?",
-    "model.freeze=true": "recipe=finetuning trains adapters",
     "optimizer=lbfgs": "LBFGS needs a closure NO Did you mean",
     "optimizer.name=torch.optim.Adam": "Did you mean Adam?",
     "optimizer.options.betas=0.9": "optimizer.options.betas=0.9: expected 2 numbers, such as [0.9, 0.999]",
-    "schedule=exponential": "Did you mean schedule.name=ExponentialLR?",
     "schedule=plateau": "ReduceLROnPlateau needs a metric NO Did you mean",
     "schedule.name=StepLR": "schedule.name=StepLR: needs schedule.options.step_size",
     "schedule.total_steps=100": "Did you mean steps=100?",
-    "layout=multi_gpu": "Did you mean ddp?",
-    "layout=pipeline": "Did you mean model_parallel?",
-    "layout.backend=nccl": "it is nccl on GPUs",
-    "layout.find_unused_parameters=true": "layout.static_graph=true",
-    "perf=cudagraph": "Did you mean graph?",
     "perf.benchmark=true": "Did you mean perf.cudnn_benchmark=true?",
-    "perf.flash_attention=true": "torch chooses the attention kernel",
-    "perf.profiler=3": "Did you mean perf.profile=3?",
-    "ema.update_every=10": "the average moves with each taken step",
     "global_batch_size=256": "set batch_size and accumulation",
-    "label_smoothing=0.1": "use recipe.label_smoothing=0.1",
-    "patience=5": "no run ends by its metric",
     "train=false": "called task here",
     "recipe=ppo": "Did you mean policy_gradient?",
-    "recipe=moe": "Did you mean experts?",
-    "recipe=asr": "Did you mean speech?",
-    "recipe=regression": "Did you mean supervised?",
-    "data=csv": "Did you mean table?",
     "recipe=supervised recipe.class_weight=balanced": "Did you mean recipe.class_weights?",
-    "recipe=kd": "Did you mean distillation?",
     "steps=5 epochs=2": "expected at most one of steps, epochs, samples",
     "steps=1000000000000": "expected at most 100,000,000",
     f"{IMAGES} epochs=1e12 dry_run=true": "expected at most 100,000,000",
-    "batch_size=1000000000000000000": "expected at most 16,777,216",
-    "accumulation=1000000000000000000": "expected at most 16,777,216",
-    "data.num_workers=100000000000": "expected at most 1,024",
     "seed=9999999999999999999999": "expected at most 2^63 - 1",
-    "max_minutes=1e300": "expected at most 1,000,000",
     "-m seed=range(1,100000000000)": "are 1e+11 jobs; expected at most 10,000",
     "-m optimizer.lr=range(0.0,1.0,1e-12)": "are 1e+12 jobs; expected at most 10,000",
-    "-m hydra/sweeper=optuna optimizer.lr=range(0.0,1.0,1e-12)": "are 1e+12 jobs; expected at most 10,000",
     f"run_dir={'a' * 5_000_000}": "has 5,000,008 characters, expected at most 8,192",
     f"amp.keep_fp32=[{'a,' * 100_000}a]": "has 200,017 characters, expected at most 8,192",
 }
@@ -422,8 +336,7 @@ MISTAKES = {
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("line", MISTAKES, ids=lambda line: line[:60])
 def test_a_mistake_is_answered_once_with_what_was_meant_and_with_nothing_else(line, own_folder, capsys):
-    for name in ("train.bin", "train.jsonl", "train.parquet"):
-        (own_folder / name).write_text("some text\n")
+    (own_folder / "train.bin").write_text("some text\n")
     (own_folder / "texts").mkdir()
     (own_folder / "texts" / "a.txt").write_text("some text\n")
     (own_folder / "texts" / "b.txt").write_bytes(b"a\0b")
@@ -441,18 +354,12 @@ def test_a_mistake_is_answered_once_with_what_was_meant_and_with_nothing_else(li
     [
         ("acumulation", "accumulation", True),
         ("lerning_rate", "learning_rate", True),
-        ("stpes", "steps", True),
         ("fp_16", "fp16", True),
-        ("n_trials", "num_trials", True),
         ("layer_decay", "weight_decay", False),
         ("max_scale", "min_scale", False),
-        ("resnet34", "resnet18", False),
         ("fp8", "fp16", False),
         ("save_every", "eval_every", False),
-        ("eval_path", "path", False),
         ("warmup_steps", "warmup", False),
-        ("train", "val", False),
-        ("max_norm", "max_value", False),
         ("ddp", "fsdp", False),
         ("tpu", "xpu", False),
         ("sdg", "sgd", True),
@@ -485,8 +392,6 @@ def test_no_setting_or_option_is_a_slip_for_another_whose_meaning_differs():
         ("nproc", "layout.nproc_per_node: a whole number"),
         ("batch", "batch_size: a whole number"),
         ("fp16", "amp=fp16 sets"),
-        ("wandb", "log=wandb sets"),
-        ("momentum", "optimizer.options: a group of keys"),
         ("weight_decay", "optimizer.weight_decay: a number"),
         ("amp", "amp.growth_interval (a whole number or null)"),
         ("clip=norm", "max_norm: 1.0"),
@@ -520,7 +425,6 @@ def bomb(join):
 LOG = "{version: 1, handlers: {h: {class: logging.FileHandler, filename: precious, mode: w}}, root: {handlers: [h]}}"
 OF_HYDRA = [
     ("hydra_logging", LOG),
-    ("job_logging", LOG),
     ("job_logging", "{version: 1, handlers: {h: {(): ext://os.getcwd}}, root: {handlers: [h]}}"),
     ("job_logging", "{formatters: {f: {(): os.getcwd}}}"),
     ("callbacks", "{a: {_target_: os.getcwd}}"),

@@ -22,11 +22,6 @@ SMALL += ["device=cpu", "log=none", "batch_size=8", "steps=2"]
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-@pytest.fixture(autouse=True)
-def _forget(monkeypatch):
-    monkeypatch.setenv(CONFIG_DIR, "")  # and what it was is put back
-
-
 def write_own(folder):
     """A recipe, a mode and an experiment of somebody's own."""
     for group in ("recipe", "amp", "experiment"):
@@ -155,14 +150,12 @@ def test_the_wheel_holds_all_and_its_program_runs_from_another_folder(own_folder
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    shown = program("--help") + program("--help", "sweep")
-    assert "named sets of settings" in shown and "amp-recipes -m amp=" in shown and "train.py" not in shown
+    shown = program("--help")
+    assert "named sets of settings" in shown and "train.py" not in shown
     search = ["hydra/sweeper=optuna", "hydra.sweeper.num_trials=1", "optimizer.lr=interval(0.001,0.01)"]
     assert "1 finished of 1 trials" in program(*SMALL, "-m", *search)
-    program(*SMALL, "run_dir=a")
     program(*SMALL, "run_dir=b", "layout=ddp", "layout.nproc_per_node=2", "--config-dir", "conf", "recipe=mine")
-    for folder in ("a", "b"):
-        assert json.loads(Path(folder, "summary.json").read_text())["status"] == "finished"
+    assert json.loads(Path("b/summary.json").read_text())["status"] == "finished"
     ask = 'eval "$(amp-recipes -sc install=bash)"; COMP_LINE="amp-recipes amp=fp1" COMP_POINT=19 COMP_CWORD=1\n'
     ask += 'hydra_bash_completion; complete -p amp-recipes; echo "${COMPREPLY[*]}"'
     on_path = environ | {"PATH": f"{own_folder / 'lib' / 'bin'}:{os.environ['PATH']}"}

@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from running import same_but
-from test_fsdp import Training, lay_out, same
-from test_runs import layers
+from sharded_training import Training, lay_out, same
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 
 from amp_core import Amp
 from amp_core.checkpoints.parts import gather_full_state
 from amp_core.layouts import low_shards
 from amp_core.lowp.formats import E4M3, Scaling, quantise
-from amp_core.lowp.moments import Adam16
 from amp_core.lowp.products import LowLinear
 from amp_core.lowp.weights import master_params
-from amp_core.memory.compiled import Compiler
 from amp_core.tensors import Slice, dtensor_like
 
 OnRanks = Callable[..., list[Any]]
@@ -46,30 +42,6 @@ def test_sharded_masters_of_16_bit_weights_take_the_steps_of_replicas_bit_for_bi
     both = [on_ranks(with_masters, layout)[0] for layout in ("ddp", "fsdp")]
     for ours, theirs in zip(*both, strict=True):
         assert ours[0] == theirs[0] and same(ours[1], theirs[1]) and same(ours[2], theirs[2])
-
-
-def with_extras(rank: int) -> list[Any]:
-    """Losses of windows, whole weights and moments: eager, compiled, and with 16-bit moments."""
-    found = []
-    for mode, fields in HELD[3:5]:
-        for make, compiler in ((Adam, None), (Adam, Compiler("aot_eager")), (Adam16, None)):
-            training = Training("fsdp", mode, fields=fields, optimizer=make, lr=0.01, compiler=compiler)
-            windows = [training.window() for _ in range(2)]
-            assert all(taken for *_, taken in windows) and (compiler is None or compiler.num_graphs)
-            found.append([[loss for loss, *_ in windows], training.values()])
-    return found
-
-
-@pytest.mark.slow
-def test_compiled_blocks_and_16_bit_moments_work_with_16_bit_shards(on_ranks: OnRanks) -> None:
-    """aot_eager computes as eager code does: every bit. bf16 moments are rounded after a step that began with zeros, so
-    the second step is the first that differs."""
-    found = on_ranks(with_extras)[0]
-    for eager, compiled, halves in zip(found[::3], found[1::3], found[2::3], strict=True):
-        assert eager[0] == compiled[0] == halves[0]
-        assert same_but(eager[1], compiled[1]) == [] and not same(eager[1]["model"], halves[1]["model"])
-        moments = {k: v for k, v in halves[1]["moments"].items() if not k.endswith("step")}
-        assert len(moments) > 20 and all(v.dtype is torch.bfloat16 for v in moments.values())
 
 
 def given_gradients(rank: int, layout: str, blind: bool) -> list[Any]:
@@ -111,13 +83,6 @@ def test_uneven_and_empty_shards_hold_16_bits_and_have_the_bits_of_one_process(o
     assert all(same(each, single) for each in ours)
     blind = on_ranks(given_gradients, "fsdp", True, num_ranks=4)[0]
     assert [same(a, b) for a, b in zip(blind, single, strict=True)] == [True, False, True, True, True]
-
-
-@pytest.mark.slow
-def test_a_dry_run_shows_the_16_bits_of_sharded_weights(capfd: pytest.CaptureFixture[str], own_folder: Any) -> None:
-    """They read as fp32. A rank has half of them."""
-    table = layers(capfd, "language_model", "amp=o3", "layout=fsdp", "layout.nproc_per_node=2")
-    assert table["blocks.0.qkv"] == ("FSDPLinear", "96x32", "fp16", "fp16", "", f"{2 * 96 * 32 // 2:,}")
 
 
 def gathered(rank: int, gather: torch.dtype | None) -> list[Any]:

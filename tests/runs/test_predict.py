@@ -226,7 +226,6 @@ def runs_of(own_folder, monkeypatch):
     """`runs_of(recipe)` trains in a folder `home`, moves the run to `away/it`, and goes there. The flags it needs."""
 
     def train_and_move(recipe):
-        monkeypatch.setenv(CONFIG_DIR, "")
         settings = RUNS[recipe]
         kind = settings[0].partition("=")[2]
         make_data("home/data", kind)

@@ -343,7 +343,13 @@ DOCUMENTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, layout, clip",
-    [*((kind, *how) for kind in DOCUMENTS for how in (("ddp", "norm"), ("fsdp", "none"))), ("packed", "fsdp", "norm")],
+    [
+        ("packed", "ddp", "norm"),
+        ("packed", "fsdp", "norm"),
+        ("cut", "fsdp", "none"),
+        ("mixed", "ddp", "none"),
+        ("chat", "fsdp", "none"),
+    ],
 )
 def test_documents_and_chats_move_to_another_number_of_ranks(kind, layout, clip, monkeypatch):
     """Two micro-batches or two ranks: gradients are the same sum of two numbers, so that weights have the same bits.
@@ -435,7 +441,7 @@ def test_a_sweep_goes_on_past_a_failed_job_and_completes_what_is_missing(capsys)
 
 
 @pytest.mark.slow
-def test_torchrun_makes_one_folder_and_refuses_a_sweep():
+def test_torchrun_makes_one_folder():
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(ROOT / "train.py"), *SMALL]
     torchrun += ["layout=ddp"]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -443,9 +449,15 @@ def test_torchrun_makes_one_folder_and_refuses_a_sweep():
     assert done.returncode == 0, done.stderr
     (folder,) = Path("outputs/classification").iterdir()
     assert summary(folder)["world_size"] == 2
-    done = subprocess.run([*torchrun, "-m", "seed=1,2"], capture_output=True, text=True, env=environ, timeout=100)
-    assert done.returncode == 1 and done.stderr.count("error: -m under torchrun") == 1
-    assert len(list(Path("outputs/classification").iterdir())) == 1
+
+
+def test_a_rank_of_torchrun_refuses_a_sweep(monkeypatch, capsys):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+        monkeypatch.setenv("RANK", rank)
+        assert train.main([*SMALL, "layout=ddp", "-m", "seed=1,2"]) == 2
+        assert capsys.readouterr().err.count("error: -m under torchrun") == (rank == "0")
+    assert not list(Path().iterdir())
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(capsys):

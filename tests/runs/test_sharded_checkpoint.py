@@ -17,8 +17,8 @@ import torch.distributed.checkpoint
 from checkpointing import FILE, FORMATS, Parts
 from running import differing
 from safetensors.torch import load_file, save_file
+from sharded_training import MODES, Training
 from shared import flip, names
-from test_fsdp import MODES, Training
 from test_recipes import on_two_ranks, run
 from tiers import rows
 from torch import nn

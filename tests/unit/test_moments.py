@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from running import differing, refused_before_the_start
-from test_fsdp import Training as Parts
+from sharded_training import Training as Parts
 from test_waits import Training
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_fsdp import MODES, Collectives, Training, gpt, same
+from sharded_training import MODES, Collectives, Training, gpt, same
 from torch import Tensor, nn
 from torch.optim import AdamW
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 import train
 from amp_core.config.errors import ConfigError, RunError
-from amp_core.config.options import CONFIG_DIR, read_option
+from amp_core.config.options import read_option
 from amp_core.config.schema import DataConfig
 from amp_core.data import build_data
 from amp_core.data.loading import Batches, Sampler
@@ -100,7 +100,6 @@ def same(a: list[Any], b: list[Any]) -> bool:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv(CONFIG_DIR, "")  # and what it was is put back
 
 
 @pytest.mark.filterwarnings("ignore")  # of datasets

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from running import same_but
-from test_fsdp import CPU, Training, same
+from sharded_training import CPU, Training, same
 from tiers import rows
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
