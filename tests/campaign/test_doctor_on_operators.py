@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = 400
+CASES = 200
 UNWRITTEN = ("empty", "new_empty", "resize")
 """How the names begin of operators whose results hold no numbers."""
 PLANTED = {"clean": None, "inf": math.inf, "NaN": math.nan, "huge": 3e38}

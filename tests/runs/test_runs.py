@@ -21,7 +21,6 @@ from chats import chat_settings
 from running import Forked, checkpoints, descendants, differing, lines, same_but, state, summary, timeless, wait_until
 from test_recipes import arguments, on_two_ranks
 from test_recipes import run as run_recipe
-from tiers import rows
 
 import train
 from amp_core.models import build_model
@@ -35,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["data=synthetic", "data.num_samples=96", "data.image_size=8", "data.num_classes=4", "model.options.width=8"]
 SMALL += ["device=cpu", "log=default", "log.progress=false", "batch_size=8", "save_every=1000", "eval_every=1000"]
 EVERYTHING = ["accumulation=4", "clip=norm", "clip.max_norm=0.5", "ema.decay=0.9", "model.options.dropout=0.2"]
-MODES = ["fp32", "tf32", "bf16", "fp16", "fp16_capped"]
 
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -68,7 +66,7 @@ def finish(process, code=0, timeout=100):
     return out + err
 
 
-@pytest.mark.parametrize("mode", rows(MODES, "bf16", "fp16_capped"))
+@pytest.mark.parametrize("mode", ["bf16", "fp16_capped"])
 def test_a_run_leaves_the_promised_folder(mode):
     folder = run("run_dir=a", f"amp={mode}", "steps=6", "log_every=2", "save_every=2", "eval_every=3", *EVERYTHING)
     promised = {".hydra", "environment.json", "train.log", "metrics.jsonl", "summary.json"}
@@ -108,17 +106,10 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(capsys):
     assert [line["step"] for line in lines(folder) if line["split"] == "eval"] == [4, 6]
 
 
-@pytest.mark.parametrize(
-    "settings, plan",
-    [
-        (["steps=7", "accumulation=2"], "7 steps of 16 samples"),
-        (["samples=100"], "13 steps of 8 samples"),
-        (["epochs=2.5", "accumulation=2"], "15 steps of 16 samples"),
-    ],
-)
-def test_dry_run_tells_the_plan_in_steps_and_creates_nothing(settings, plan, capsys, tmp_path):
-    run("dry_run=true", *settings)
-    assert plan in capsys.readouterr().out and not list(tmp_path.iterdir())
+def test_dry_run_tells_the_plan_in_steps_and_creates_nothing(capsys, tmp_path):
+    for length, plan in {"steps=7": "7 steps of", "samples=200": "13 steps of", "epochs=2.5": "15 steps of"}.items():
+        run("dry_run=true", length, "accumulation=2")
+        assert f"{plan} 16 samples" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def layers(capsys, recipe, *overrides):
@@ -194,13 +185,6 @@ def test_epochs_count_samples_when_the_samples_per_step_change():
     assert state(folder)["progress"]["step"] == 12 + 6
 
 
-def test_a_line_holds_the_learning_rate_of_its_step():
-    rates = ["schedule=warmup_linear", "optimizer.lr=0.004", "schedule.options.warmup=0"]
-    folder = run("run_dir=a", "steps=4", "log_every=1", *rates)
-    found = [line["lr"] for line in lines(folder) if line["split"] == "train"]
-    assert found == pytest.approx([0.004, 0.003, 0.002, 0.001])
-
-
 def test_resume_last_finds_the_newest_unfinished_run_of_the_same_settings():
     run("steps=500000", "max_minutes=0.01", code=75)
     (first,) = Path("outputs/classification").iterdir()
@@ -219,15 +203,13 @@ def test_another_run_can_be_the_start_of_a_new_one():
     assert not same_but(state(run("run_dir=c", "steps=5", "schedule.horizon=3")), state(second))
 
 
-@pytest.mark.parametrize("mode, workers", rows([("bf16", 0), ("fp16", 2)], ("bf16", 0)))
-def test_a_killed_run_continues_bit_exactly(mode, workers, capsys):
+def test_a_killed_run_continues_bit_exactly(capsys):
     """The fault campaign kills more, of more kinds."""
-    settings = ["steps=100", "save_every=7", "log_every=5", f"amp={mode}", f"data.num_workers={workers}", *EVERYTHING]
-    settings += ["amp.init_scale=16777216"] if mode == "fp16" else []  # overflows at first
-    settings += ["debug.inject={where: batch, step: 5}"]
+    settings = ["steps=60", "save_every=7", "log_every=5", "amp=fp16", "amp.init_scale=16777216", *EVERYTHING]
+    settings += ["debug.inject={where: batch, step: 5}"]  # and a scale that overflows at first
     broken = fork("run_dir=broken", *settings)
     wait_until(lambda: len(checkpoints("broken")) >= 2, broken)
-    time.sleep(random.uniform(0.0, 0.4))
+    time.sleep(random.uniform(0.0, 0.2))
     kill_all(broken)
     run("run_dir=whole", *settings)
     unfinished = summary("broken")["status"] == "running"
@@ -338,19 +320,11 @@ DOCUMENTS = {
     "chat": ("finetuning", []),
 }
 """Of 11 to 34 samples, of which six steps draw 48: the run moves in the middle of an epoch."""
+MOVES = "packed-ddp-norm packed-fsdp-norm cut-fsdp-none mixed-ddp-none chat-fsdp-none"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, layout, clip",
-    [
-        ("packed", "ddp", "norm"),
-        ("packed", "fsdp", "norm"),
-        ("cut", "fsdp", "none"),
-        ("mixed", "ddp", "none"),
-        ("chat", "fsdp", "none"),
-    ],
-)
+@pytest.mark.parametrize("kind, layout, clip", [row.split("-") for row in MOVES.split()])
 def test_documents_and_chats_move_to_another_number_of_ranks(kind, layout, clip, monkeypatch):
     """Two micro-batches or two ranks: gradients are the same sum of two numbers, so that weights have the same bits.
 
