@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from running import Forked
 
+from amp_conformance import CHECKS
 from amp_conformance.__main__ import main
 from amp_conformance.networks import apart, mean, numbers
 from amp_conformance.table import REPRODUCE
@@ -109,8 +110,10 @@ def test_no_seed_makes_a_wrong_weighting_right() -> None:
 
 @pytest.mark.slow
 def test_each_broken_trainer_is_caught_by_nothing_else() -> None:
-    code = "print(json.dumps([[c.__name__, str(r)] for c, right in BROKEN.items()"
-    code += " for r in amp_conformance.run(c(), [n for n in amp_conformance.CHECKS if n not in right]) if r.status != 'passed']))"
+    """Each of them meets a sixth of the other checks, and each check a sixth of them: all pairs take minutes."""
+    code = "print(json.dumps([[c.__name__, str(r)] for i, (c, right) in enumerate(BROKEN.items())"
+    code += " for r in amp_conformance.run(c(), [n for k, n in enumerate(amp_conformance.CHECKS)"
+    code += " if n not in right and (i + k) % 6 == 0]) if r.status != 'passed']))"
     assert told(code) == []
 
 
@@ -188,7 +191,9 @@ def test_the_adapters_of_other_trainers_work(name: str) -> None:
         is None
     ):
         pytest.skip(f"{name} is not installed")
-    _, lines = table("--trainer", name)
+    # A fourth of the checks; scripts/conformance.py runs all, for the page.
+    few = ["accumulation equals a larger batch", *list(CHECKS)[len(name) % 4 :: 4]]
+    _, lines = table("--trainer", name, *(text for check in dict.fromkeys(few) for text in ("--check", check)))
     assert any(line.startswith("passed       accumulation equals a larger batch") for line in lines)
     assert [line for line in lines if line.startswith(("hung", "error")) and "sparse" not in line] == []
 
