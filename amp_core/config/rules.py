@@ -105,7 +105,7 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
             yield f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure"
     if amp.format is not None and amp.dtype != "bfloat16":
         yield f"amp.format={amp.format}: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}"
-    for key, (is_set, formats) in _OF_FORMATS.items():
+    for key, (is_set, formats) in _OF_FORMATS.items() if amp.format in (None, *_FORMATS) else ():
         value = getattr(amp, key)
         if value not in (None, False) and amp.format not in formats:
             has = f"with amp.format={amp.format}" if amp.format else f"in amp={amp.name}"

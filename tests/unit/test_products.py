@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core import Amp, keep_fp32
+from amp_core.config.errors import ConfigError
 from amp_core.lowp.formats import E4M3, E5M2, Element, Scaling, quantise
 from amp_core.lowp.products import (
     LowLinear,
@@ -407,3 +408,10 @@ def test_torchao_agrees_about_what_pays_and_about_the_numbers(granularity: str) 
     ours = quantise(x, how.inputs)
     assert (ours.values.view(torch.uint8) == theirs._data.view(torch.uint8)).float().mean() > 0.999
     torch.testing.assert_close(ours.scale.flatten(), 1 / theirs._scale.flatten(), rtol=2**-22, atol=0)
+
+
+def test_an_unknown_format_is_one_problem() -> None:
+    """Not a second one about each key of the formats."""
+    with pytest.raises(ConfigError, match=r"^amp\.format=mxfp5: expected one of [^\n]*$") as raised:
+        Amp.named("mxfp8", format="mxfp5")
+    assert "scale_rule" not in str(raised.value)
