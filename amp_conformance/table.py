@@ -85,7 +85,8 @@ def keep(file: Path, row: Row) -> None:
     for each in rows.values():
         del each["name"]
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in rows.items())  # one a trainer
+    part.write_text(f"{{\n{lines}\n}}\n")
     part.replace(file)
 
 
@@ -141,7 +142,7 @@ def table(rows: Mapping[str, Row]) -> str:
         differ = [
             name
             for name in CHECKS
-            if any(name in row.results and row.status(name) != as_is.status(name) for row, as_is in pairs_of_both)
+            if any(row.status(name) not in ("not offered", as_is.status(name)) for row, as_is in pairs_of_both)
         ]
         lines += ["", "With fused optimizers in every check; those that come out otherwise than above:", "", *heads]
         lines += [*(_line(name, list(whole.values())) for name in differ), _total(whole.values())]
