@@ -50,13 +50,14 @@ PLAIN: dict[str, Row] = {
 PLAIN["face_recognition fp16"][1].append("amp.init_scale=4096")
 CNN, MLP = ["model=cnn", "model.options.width=8"], ["model=mlp", "model.options.width=32"]  # sizes that float8 takes
 BEYOND: dict[str, Row] = {
-    f"{name} {' '.join(mode)}": (name.split(",")[0], [*net, f"amp={mode[0]}", *mode[1:]])
-    for name, net in {"classification": CNN, "language_model": []}.items()
+    f"classification {' '.join(mode)}": ("classification", [*CNN, f"amp={mode[0]}", *mode[1:]])
     for mode in (
         *(["o0"], ["o1"], ["o2"], ["o3"], ["fp8"]),
         *(["bf16_pure"], ["bf16_pure", "amp.update=kahan"], ["bf16_pure", "amp.update=nearest"]),
     )
-} | {"classification, mlp fp8": ("classification", [*MLP, "amp=fp8"])}
+}
+BEYOND |= {f"language_model {mode}": ("language_model", [f"amp={mode}"]) for mode in ("o2", "bf16_pure", "fp8")}
+BEYOND["classification, mlp fp8"] = ("classification", [*MLP, "amp=fp8"])
 """Modes that are more than autocast."""
 THREADS = ["recipe.chunks=2", "recipe.pipeline=threads"]
 
