@@ -232,13 +232,14 @@ def table(record: dict[str, Any], kind: str) -> str:
         entry = record[name]
         base, *others = groups(entry)
         found = verdicts(name, entry)
-        recipe, reference = f"`{entry['recipe']}`", spread(entry, base)
+        reference = spread(entry, base)
         about = [f"±{found[others[0]].margin:.2g}", str(found[others[0]].counts[0])]
         if kind == "parity":
-            rows.append([recipe, entry["metric"], reference, *(verdict(found[mode]) for mode in MODES[1:]), *about])
+            agreed = [verdict(found[mode]) for mode in MODES[1:]]
+            rows.append([f"`{name.removeprefix('parity_')}`", entry["metric"], reference, *agreed, *about])
         for group in others if kind == "losing" else []:
-            side = [f"`{group}`", recipe, entry["metric"], f"`{base}`: {reference}", verdict(found[group])]
-            rows.append([*side, *about])
+            side = [f"`{group}`", f"`{entry['recipe']}`", entry["metric"], f"`{base}`: {reference}"]
+            rows.append([*side, verdict(found[group]), *about])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -253,7 +254,7 @@ def agreement(record: dict[str, Any]) -> str:
             found.setdefault(kind, []).append(name.removeprefix("parity_"))
         alike = len(found.pop("equal") + found.pop("identical"))
         rest = "; ".join(f"{kind}: {', '.join(recipes)}" for kind, recipes in found.items())
-        parts.append(f"`{mode}` in {alike} of {len(names)} recipes" + (f" ({rest})" if rest else ""))
+        parts.append(f"`{mode}` in {alike} of {len(names)} experiments" + (f" ({rest})" if rest else ""))
     return " and ".join(parts)
 
 
