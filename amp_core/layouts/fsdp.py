@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from amp_core.config.errors import ConfigError
-from amp_core.layouts.low_shards import LowShards, hold_low, send_float8
+from amp_core.layouts.low_shards import ShardedLowWeights, hold_low, send_float8
 from amp_core.lowp.islands import island_names
 from amp_core.lowp.lint import CONVOLUTIONS
 from amp_core.lowp.products import LowLinear
@@ -80,7 +80,7 @@ def wrap_fsdp(
         mesh: from `build_mesh`.
         dtype: the autocast dtype of training, or None without autocast. Forward passes must then run inside autocast.
         update: weights are 16-bit (`dtype`) where they are gathered, after `Amp.prepare(net, gathers=True)`; without
-            autocast. Shards are fp32 masters, or for other updates than "master" `LowShards`.
+            autocast. Shards are fp32 masters, or for other updates than "master" `ShardedLowWeights`.
         gather: how layers of a format below 16 bits gather their weights: in bfloat16 (`dtype`), which adds an error of
             at most 2^-8 of a weight, or in float8_e4m3fn, the codes of `amp=fp8`. None: in fp32.
 
@@ -106,7 +106,7 @@ def shard_for(amp: Amp, net: nn.Module, mesh: DeviceMesh, gather: torch.dtype | 
     dtype = getattr(torch, amp.config.dtype if update is None else amp.config.weights)
     net = wrap_fsdp(net, mesh, None if dtype is torch.float32 else dtype, update=update, gather=gather)
     if update not in (None, "master"):
-        amp.weights.append(LowShards(net, update))
+        amp.weights.append(ShardedLowWeights(net, update))
     return net
 
 

@@ -1,12 +1,12 @@
 """Shards of 16-bit weights (FSDP2): held and gathered in 16 bits, read and stepped in fp32.
 
     net = wrap_fsdp(net, mesh, torch.bfloat16, update="stochastic")    # weights are shards that read as fp32
-    amp.weights.append(LowShards(net, "stochastic"))                   # what amp.step gives their values and takes them
+    amp.weights.append(ShardedLowWeights(net, "stochastic"))           # amp.step steps their fp32 values, and rounds
 
 `fsdp.shard_for` does both.
 
-Each rank updates its rows as one process updates all of them, `lowp/weights.py` says how. Noise is a function of the
-step and the place in the whole weight: steps have the same bits on any number of ranks, and no two ranks share noise.
+Each rank updates its rows exactly as one process would update all of them (`lowp/weights.py`). Noise is a function of
+the step and the place in the whole weight: steps have the same bits on any number of ranks, and no two share noise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LowShard(Tensor):
     low: Tensor
     rest: Tensor | None
     high: list[Tensor]
-    """Of this shard and its aliases, which a DTensor makes: the tensor that is stepped; empty between steps."""
+    """The tensor that is stepped; empty between steps. A list, since the aliases that a DTensor makes share it."""
 
     @staticmethod
     def __new__(cls, low: Tensor, rest: Tensor | None = None, high: list[Tensor] | None = None) -> LowShard:
@@ -77,10 +77,13 @@ class LowShard(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, first, kwargs = func._schema.name.rpartition("::")[2], args[0], kwargs or {}
-        is_view, makes_shard = name in _VIEWS, name == "new_zeros" and kwargs.get("dtype") in (None, torch.float32)
+        # Views, and the zeros into which FSDP2 pads a shard, stay shards: else it would keep their fp32 values.
+        is_view = name in _VIEWS
+        makes_shard = name == "new_zeros" and kwargs.get("dtype") in (None, torch.float32)
         if isinstance(first, LowShard) and not first.high and (is_view or makes_shard):
             kwargs.pop("dtype", None)
             return first._of_both(lambda stored: func(stored, *args[1:], **kwargs), is_view)
+        # Any other operator computes with fp32 values; what it wrote in place is rounded and stored.
         found: list[tuple[LowShard, Tensor]] = []
         result = func(*_plain(args, found), **_plain(kwargs, found))
         if any(each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments):
@@ -88,18 +91,19 @@ class LowShard(Tensor):
                 # Rounding is idempotent: what was only read does not change.
                 if not shard.high:
                     shard.store(value)
-                result = shard if result is value else result
+                result = shard if result is value else result  # an operator in place returns its argument
         return result
 
     def _of_both(self, view: Any, is_view: bool) -> Any:
-        """The same part of the weight and of its rest."""
+        """`view` of the weight and of its rest."""
+        # Aliases of the whole shard share `high`: FSDP2 and the DTensor hold one each.
         low, rest = view(self.low), None if self.rest is None else view(self.rest)
         if isinstance(low, Tensor):
             return type(self)(low, rest, self.high if is_view and low.shape == self.low.shape else None)
         return [type(self)(*both) for both in zip(low, rest or [None] * len(low), strict=True)]
 
     def fsdp_pre_all_gather(self, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any) -> Any:
-        """What this rank sends: its rows, and rows of zeros where others have one more."""
+        """What this rank sends: its rows, padded with zeros to those of the first rank, since all send as many."""
         return (_padded(self.low, size, mesh),), None
 
     def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
@@ -108,10 +112,10 @@ class LowShard(Tensor):
 
 
 class Float8Shard(LowShard):
-    """A shard in fp32 that is gathered in E4M3 by the scale of the whole weight: a byte a number in place of 4.
+    """A shard that is fp32 (`low`), and is gathered in E4M3 by the scale of the whole weight: a byte a number, not 4.
 
-    The codes are those that `amp=fp8` makes of the whole weight, which so multiplies the same numbers. It computes the
-    scale once more from what was gathered, which may be off by its last digit, 2^-23 of it.
+    The codes are those that `amp=fp8` would make of the whole weight. The layer quantises the gathered weight again, by
+    a scale that may differ in the last digit, by 2^-23 of it.
     """
 
     def fsdp_pre_all_gather(self, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any) -> Any:
@@ -187,7 +191,7 @@ def is_held_low(param: Any) -> bool:
     return shard is not None and shard.low.dtype is not torch.float32
 
 
-class LowShards(LowPrecisionWeights):
+class ShardedLowWeights(LowPrecisionWeights):
     """The sharded 16-bit weights of a network, for `amp.step`."""
 
     def __init__(self, net: nn.Module, update: Update) -> None:
@@ -199,28 +203,30 @@ class LowShards(LowPrecisionWeights):
         self.num_taken = torch.zeros((), dtype=torch.int64, device=next(net.parameters()).device)
 
     def reduce_(self, params: Iterable[Tensor]) -> None:
-        """Gradients of shards are sums over ranks already."""
+        """Nothing to do: FSDP2 has summed gradients over ranks."""
 
     @torch.no_grad()
     def begin_step(self, params: Iterable[Tensor]) -> None:
         """Give the shards of `params` their fp32 values, before anything reads or steps them."""
         for p in self._mine.intersection(params):
-            shard: Any = shard_of(p)  # a plain tensor from now on
+            shard: Any = shard_of(p)
             shard.begin()
             self._stepping[p] = shard
 
     @torch.no_grad()
     def end_step(self, params: Iterable[Tensor], taken: Tensor) -> None:
         """Round and store what the step wrote. A skipped step leaves every bit unchanged. No host-device sync."""
-        place = 0
+        # Noise as in `lowp/weights.py`, which draws it once for all weights of a step, one after the other: `offset` is
+        # where this weight begins there, and its shard lies within.
+        offset = 0
         mine = [p for p in params if p in self._mine]
         for p in mine:
             shard = self._stepping.pop(p)
             value = shard.value()
             if self.update == "stochastic":
-                noise = noise_16bit(value.numel(), self.num_taken, place + slice_of(p).start * math.prod(p.shape[1:]))
+                noise = noise_16bit(value.numel(), self.num_taken, offset + slice_of(p).start * math.prod(p.shape[1:]))
                 value = round_stochastically(value, noise.to(value.device))
             shard.end(value)
-            place += p.numel()
+            offset += p.numel()
         if mine:
             self.num_taken += taken

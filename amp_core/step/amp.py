@@ -339,7 +339,7 @@ class Amp:
                 dist.all_reduce(both, op=dist.ReduceOp.MAX)
                 overflow, skipped, *sizes = both.unbind()
             if self.outliers is not None:
-                outlier = self.outliers.judge(optimizers[0], sizes, remembers=rehearsal is None)
+                outlier = self.outliers.judge(optimizers[0], sizes, record=rehearsal is None)
                 skipped = torch.maximum(skipped, outlier)
             if rehearsal is not None:
                 rehearsal.add(skipped)

@@ -1,7 +1,9 @@
 """Besides overflows: skip steps that are outliers, and compute a window again at a smaller scale.
 
-`amp.skip_above` is the rule of PaLM's restarts (https://arxiv.org/abs/2204.02311, section 5.1) without the restart:
-leave out the batch that a spike came from. `amp.retry` costs a pass where halving the scale costs the batch.
+`amp.skip_above` automates the remedy of PaLM (https://arxiv.org/abs/2204.02311, section 5.1), which went back to a
+checkpoint before a spike and left out the batches around it. Here only the step itself is left out, and nothing is
+repeated; the threshold, a multiple of the running median, is ours. `amp.retry` costs a pass where halving the scale
+costs the batch.
 """
 
 from __future__ import annotations
@@ -17,40 +19,49 @@ from torch import Tensor
 if TYPE_CHECKING:
     from amp_core.step.amp import Amp
 
-LENGTH, LEAST = 64, 16
-"""Steps in the running median, and steps before it is used."""
+MEDIAN_STEPS, MIN_STEPS = 64, 16
+"""Steps in the running median, and steps before it is used. After a lasting jump of the loss 64 / 2 + 1 = 33 steps are
+skipped, which must stay below `max_consecutive_skips` (50)."""
 
 
-class Usual:
+class RunningMedian:
     """The losses and gradient norms of an optimizer's last steps, on the device.
 
-    Steps that were skipped as outliers count, too: a lasting change is the new normal after half of `LENGTH` steps.
+    A loss is the absolute value of the sum over a window's micro-batches, unweighted; on several ranks the largest
+    counts. Steps that were skipped as outliers count, too: a lasting change is the new normal after half of
+    `MEDIAN_STEPS` steps.
     """
 
     def __init__(self, device: torch.device, saved: list[list[float]] | None = None) -> None:
-        self.ring = torch.full((2, LENGTH), torch.inf, device=device)
+        self.ring = torch.full((2, MEDIAN_STEPS), torch.inf, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
         if saved:  # oldest first
             self.ring[:, : len(saved[0])] = torch.tensor(saved)
             self.count.fill_(len(saved[0]))
 
-    def judge(self, sizes: Tensor, factor: float, *, remembers: bool) -> Tensor:
-        """1 if the loss or the norm, [2] float32, is above `factor` medians, else 0 (0-d float32). No sync."""
-        middle = (self.count.clamp(1, LENGTH) - 1) // 2
-        median = self.ring.sort(1).values.index_select(1, middle)[:, 0]
-        far = ((sizes > factor * median) & (median > 0)).any() & (self.count[0] >= LEAST)
-        if remembers:
-            place = self.count % LENGTH
+    def judge(self, sizes: Tensor, factor: float, *, record: bool) -> Tensor:
+        """Whether the loss or the norm (`sizes`, [2] float32) is above `factor` times its median: 0-d float32, 1 or 0.
+
+        No host-device sync.
+        """
+        # Empty places are inf and sort to the end, so this is the lower median of what is there.
+        lower_middle = (self.count.clamp(1, MEDIAN_STEPS) - 1) // 2
+        median = self.ring.sort(1).values.index_select(1, lower_middle)[:, 0]
+        # A median of 0 is that of losses that were not given, or of weights without gradients: there is no scale.
+        is_outlier = ((sizes > factor * median) & (median > 0)).any() & (self.count[0] >= MIN_STEPS)
+        if record:
+            # By `where` and `index_copy_`, not `if`, which would wait. Overflows are left out: inf raises a median.
+            place = self.count % MEDIAN_STEPS
             is_finite = sizes.isfinite().all()
             kept = torch.where(is_finite, sizes[:, None], self.ring.index_select(1, place))
             self.ring.index_copy_(1, place, kept)
             self.count += is_finite
-        return far.float()
+        return is_outlier.float()
 
     def state(self) -> list[list[float]]:
         """What `saved` takes. Waits for the device."""
         count = int(self.count)
-        return self.ring.roll(-(count % LENGTH) if count > LENGTH else 0, 1)[:, :count].tolist()
+        return self.ring.roll(-count, 1)[:, max(MEDIAN_STEPS - count, 0) :].tolist()  # oldest first
 
 
 class Outliers:
@@ -58,10 +69,11 @@ class Outliers:
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self.factor, self._device = factor, device
-        self._usual: dict[weakref.ref[torch.optim.Optimizer], Usual] = {}
+        self._usual: dict[weakref.ref[torch.optim.Optimizer], RunningMedian] = {}  # never shrinks, see `state`
         self._saved: list[list[list[float]]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Outliers:
+        # A weakref cannot be copied, and the optimizers of the copy are others.
         twin = Outliers(self.factor, self._device)
         twin.load(self.state())
         return twin
@@ -71,16 +83,19 @@ class Outliers:
         loss = torch.zeros_like(norm) if loss is None else loss.abs()
         return [size.nan_to_num(torch.inf, torch.inf) for size in (loss, norm)]
 
-    def judge(self, optimizer: torch.optim.Optimizer, sizes: list[Tensor], *, remembers: bool) -> Tensor:
+    def judge(self, optimizer: torch.optim.Optimizer, sizes: list[Tensor], *, record: bool) -> Tensor:
         """1 if the step of an optimizer is an outlier, else 0 (0-d float32). No host-device sync."""
         key = weakref.ref(optimizer)
         if key not in self._usual:
             saved = self._saved[len(self._usual)] if len(self._usual) < len(self._saved) else None
-            self._usual[key] = Usual(self._device, saved)
-        return self._usual[key].judge(torch.stack(sizes), self.factor, remembers=remembers)
+            self._usual[key] = RunningMedian(self._device, saved)
+        return self._usual[key].judge(torch.stack(sizes), self.factor, record=record)
 
     def state(self) -> list[list[list[float]]]:
-        """The numbers of each optimizer, in the order of their first steps. Waits for the device."""
+        """The numbers of each optimizer, in the order of their first steps, which tells whose they are after a resume.
+
+        Waits for the device.
+        """
         mine = [usual.state() for usual in self._usual.values()]
         return mine + self._saved[len(mine) :]
 
@@ -91,24 +106,26 @@ class Outliers:
 
 @dataclasses.dataclass(slots=True)
 class Attempts:
-    """The attempts at one window; `Amp.update` decides whether there is another."""
+    """The passes over one window; `Amp.update` decides whether there is another."""
 
     left: int
     before: Tensor
     """The scale before the first pass, 0-d."""
-    num: int = 0
+    index: int = 0
     again: bool = False
 
     def settle(self, amp: Amp, overflow: Tensor, num_steps: int) -> bool:
         """Whether the window is computed again at a smaller scale. Waits for the device."""
         if num_steps > 1:
-            raise RuntimeError(f"amp.retry: the window has {num_steps} steps, and one may be taken; expected one")
+            raise RuntimeError(
+                f"amp.retry: amp.step was called {num_steps} times in a window; one that may be repeated has one step"
+            )
         self.again = bool(overflow) and self.left > 0
         if self.again:
-            self.left, self.num = self.left - 1, self.num + 1
+            self.left, self.index = self.left - 1, self.index + 1
             amp.scaler.lower()
         elif bool(overflow):
-            amp.scaler.set(self.before)
+            amp.scaler.set(self.before)  # `Amp.update`, which goes on, lowers it once
         return self.again
 
 
@@ -118,8 +135,9 @@ def attempts(amp: Amp) -> Iterator[int]:
         for attempt in attempts(amp):
             ...                         # the whole window: micro-batches, step, update, zero_grad
 
-    The generators of random numbers are where they were. After a pass that did not overflow training continues at its
-    scale; if all do, the scale is that from before, and the overflow counts once.
+    torch's generators of random numbers, of the CPU and of the CUDA device, are put back before each further pass;
+    those of Python and numpy are not, and the micro-batches must be the same. After a pass that did not overflow
+    training continues at its scale; if all do, the window is skipped and the scale falls once, as without `amp.retry`.
     """
     if not amp.config.retry:
         yield 0
@@ -134,7 +152,7 @@ def attempts(amp: Amp) -> Iterator[int]:
             torch.set_rng_state(host)
             if device is not None:
                 torch.cuda.set_rng_state(device, amp.device)
-            yield passes.num
+            yield passes.index
     finally:
         amp.attempts = None
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from amp_core import Amp
 from amp_core.config.errors import ConfigError
-from amp_core.step.skips import LEAST, LENGTH, attempts
+from amp_core.step.skips import MEDIAN_STEPS, MIN_STEPS, attempts
 
 INF = float("inf")
 
@@ -132,7 +132,7 @@ def test_a_retry_of_several_steps_is_refused() -> None:
     for net, optimizer in ((a, opt_a), (b, opt_b)):
         amp.backward(net(torch.randn(4, 8)).sum())
         amp.step(optimizer)
-    with pytest.raises(RuntimeError, match="has 2 steps"):
+    with pytest.raises(RuntimeError, match="called 2 times in a window"):
         amp.update()
     attempts_of.close()  # type: ignore[attr-defined]
 
@@ -160,7 +160,7 @@ def outliers(mode: str, *, resumes: bool = False, factor: float = 1000.0) -> tup
 def test_a_step_far_from_the_usual_is_skipped_and_the_scale_stays(mode: str) -> None:
     taken, weight, amp = outliers(mode)
     assert [step for step, was in enumerate(taken, 1) if not was] == [30]  # not before the median has 16 steps
-    assert LEAST == 16 and amp.scale == (65536.0 if mode == "fp16" else 1.0) and int(amp.num_skipped) == 1
+    assert MIN_STEPS == 16 and amp.scale == (65536.0 if mode == "fp16" else 1.0) and int(amp.num_skipped) == 1
     again = outliers(mode, resumes=True)
     assert (taken, weight) == again[:2] and amp.counters() == again[2].counters()
     assert all(outliers(mode, factor=9.0)[0])
@@ -169,12 +169,12 @@ def test_a_step_far_from_the_usual_is_skipped_and_the_scale_stays(mode: str) -> 
 def test_a_lasting_change_is_the_usual_after_half_of_the_window() -> None:
     weight = torch.ones(1, requires_grad=True)
     optimizer, amp, taken = SGD([weight], lr=0.0, fused=True), Amp.named("fp32", skip_above=10.0), []
-    for step in range(2 * LENGTH):
-        amp.backward((weight * (1.0 if step < LENGTH else 100.0)).sum())
+    for step in range(2 * MEDIAN_STEPS):
+        amp.backward((weight * (1.0 if step < MEDIAN_STEPS else 100.0)).sum())
         taken.append(bool(amp.step(optimizer).taken))
         amp.update()
         optimizer.zero_grad()
-    assert taken == [True] * LENGTH + [False] * (LENGTH // 2 + 1) + [True] * (LENGTH // 2 - 1)
+    assert taken == [True] * MEDIAN_STEPS + [False] * (MEDIAN_STEPS // 2 + 1) + [True] * (MEDIAN_STEPS // 2 - 1)
 
 
 def on_one_rank(rank: int) -> list[Any]:
