@@ -278,7 +278,7 @@ def _write_shard(job: Job, name: str, dtype: np.dtype[Any], parts: Sequence[Any]
     count = sum(map(len, parts))
     with temporary.open("wb") as output:
         if job.form == "llmc":
-            magic, version = next((magic, version) for magic, (version, kind, _) in LLMC.items() if kind == dtype.str)
+            magic, version = next((magic, version) for magic, (version, kind) in LLMC.items() if kind == dtype.str)
             output.write(struct.pack("<256i", magic, version, count, *[0] * 253))
         elif job.form == "npy":
             np.lib.format.write_array_header_1_0(

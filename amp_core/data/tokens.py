@@ -1,7 +1,8 @@
 """Token ids in files: shards of nanoGPT, llm.c, Megatron and numpy, texts tokenized once, and mixtures.
 
-Everything is read by random access with plain reads of a few kB, which the page cache serves to all ranks and runs as
-it does a memory map; a file that shrinks in mid-run is an error with its name, and in a map it would be a SIGBUS.
+Training reads ids with `pread`, a few kB at a time. Ranks and runs share the page cache, as with a memory map, but a
+file that shrinks during a run raises an error with its name; a map would kill the process (SIGBUS). The check of ids
+before a run, and the ends of documents, do use maps.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Shard:
 
 
 class Documents:
-    """Runs of ids that are read alone: the documents of shards, or whole shards where their ends are not known.
+    """Spans of ids, each read on its own: the documents of shards, or whole shards where their ends are not known.
 
     Attributes:
         sizes: ids of each, int64 [N].
@@ -68,45 +69,44 @@ class Documents:
         first = int(self._begins[document]) + start
         try:
             with open(path, "rb", buffering=0) as file:
-                found = os.pread(file.fileno(), count * dtype.itemsize, self._offsets[number] + first * dtype.itemsize)
+                content = os.pread(
+                    file.fileno(), count * dtype.itemsize, self._offsets[number] + first * dtype.itemsize
+                )
         except OSError as error:
             raise RunError(f"cannot read {path}: {error.strerror}") from error
-        if len(found) < count * dtype.itemsize:
+        if len(content) < count * dtype.itemsize:
             raise RunError(f"{path} got shorter since the run began; do not change text while a run uses it")
-        ids = np.frombuffer(found, dtype=dtype)
-        if dtype.itemsize > 1 and (problem := _beyond(ids, self._vocab_size)):
-            raise RunError(f"{path}: {problem(first)}; it changed since the run began")
+        ids = np.frombuffer(content, dtype=dtype)
+        if problem := _beyond(ids, self._vocab_size, first):
+            raise RunError(f"{path}: {problem}; it changed since the run began")
         return ids
 
 
-def _beyond(ids: NDArray[Any], vocab_size: int) -> Any:
-    """What to say of the first id that is not in the vocabulary, given the position of the first of these."""
+def _beyond(ids: NDArray[Any], vocab_size: int, first: int) -> str | None:
+    """What is wrong with the first id outside the vocabulary; None: nothing. `first`: where ids[0] is in its file."""
     if not len(ids) or (ids.max() < vocab_size and ids.min() >= 0):
         return None
     at = int(np.argmax((ids >= vocab_size) | (ids < 0)))
     limit = "ids are 0 or above" if ids[at] < 0 else f"the vocabulary has {vocab_size:,} ids"
-    return lambda first: f"token {first + at:,} is {ids[at]}, and {limit}"
+    return f"token {first + at:,} is {ids[at]}, and {limit}"
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"
-LLMC = {20240520: (1, "<u2", 50257), 20240801: (7, "<u4", 128256)}
-"""llm.c: by the magic number of a header of 256 int32 the version, the dtype and the size of the vocabulary."""
+LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+"""llm.c: version and dtype by the magic number, the first of the 256 int32 of the header."""
 _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def shard_files(pattern: str) -> list[Path]:
-    """A file, those of a folder, or those of a glob; in order of their names."""
+    """A file, those of a folder and its subfolders, or those of a glob in the last part; in order of their names."""
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
-    if path.is_dir():
-        found = path.glob("**/*")
-    else:
-        found = path.parent.glob(path.name) if any(sign in path.name for sign in "*?[") else ()
-    return sorted(f for f in found if f.suffix in (".bin", ".npy") and not f.name.endswith(".ends.npy"))
+    files = path.glob("**/*") if path.is_dir() else path.parent.glob(path.name)
+    return sorted(f for f in files if f.suffix in (".bin", ".npy") and not f.name.endswith(".ends.npy"))
 
 
 def read_shards(pattern: str) -> list[Shard]:
@@ -135,13 +135,12 @@ def _shard(file: Path) -> Shard:
         head = opened.read(1024)
     magic, version, count = struct.unpack_from("<3i", head) if len(head) == 1024 else (0, 0, 0)
     if magic in LLMC:
-        wanted, dtype, _ = LLMC[magic]
-        found = (size - 1024) / np.dtype(dtype).itemsize
-        if version != wanted or count != found:
-            raise ValueError(
-                f"{file}: its llm.c header says version {version} and {count:,} tokens; it has {found:,g} tokens, "
-                f"expected version {wanted}; copy it again"
-            )
+        wanted, dtype = LLMC[magic]
+        num_ids, odd = divmod(size - 1024, np.dtype(dtype).itemsize)
+        if version != wanted:
+            raise ValueError(f"{file}: an llm.c header of version {version}; expected version {wanted}")
+        if count != num_ids or odd:
+            raise ValueError(f"{file}: its header says {count:,} tokens, the file has {num_ids:,}; copy it again")
         return Shard(file, dtype, count, 1024, _ends(file, count))
     about = _about(file)
     dtype = np.dtype(about["dtype"] if about else _dtype_of(file))
@@ -159,6 +158,7 @@ def _about(file: Path) -> dict[str, Any] | None:
         return None
     shards = read_json(manifest).get("shards")
     about = shards.get(file.name) if isinstance(shards, dict) else {}
+    # None: not listed, hence no ends; {}: a damaged manifest.
     about = about if about is None or isinstance(about, dict) else {}
     keys = {"tokens": int, "dtype": str}
     if about is not None and not all(isinstance(about.get(key), kind) for key, kind in keys.items()):
@@ -185,13 +185,14 @@ def _megatron(file: Path, size: int) -> Shard:
     index = file.with_suffix(".idx")
     head = index.read_bytes()
     magic, version, code, num_sizes, num_ends = struct.unpack_from("<9sQBQQ", head.ljust(34, b"\0"))
-    is_whole = len(head) >= 34 + 12 * num_sizes + 8 * num_ends
-    if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES or not is_whole:
-        raise ValueError(f"{index} is not a whole index of Megatron, version 1, of whole numbers; copy it again")
+    is_complete = len(head) >= 34 + 12 * num_sizes + 8 * num_ends
+    documents: Ints = np.frombuffer(head, "<i8", num_ends * is_complete, 34 + 12 * num_sizes if is_complete else 0)
+    is_sorted = (np.diff(documents, prepend=0, append=num_sizes) >= 0).all()  # hence indices of sequences, too
+    if magic != _MEGATRON or version != 1 or code not in _MEGATRON_DTYPES or not is_complete or not is_sorted:
+        raise ValueError(f"{index} is damaged, or not a Megatron index of version 1 with integer ids; copy it again")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     sizes = np.frombuffer(head, "<i4", num_sizes, 34)
     pointers = np.frombuffer(head, "<i8", num_sizes, 34 + 4 * num_sizes)
-    documents = np.frombuffer(head, "<i8", num_ends, 34 + 12 * num_sizes)
     ends = np.cumsum(sizes, dtype=np.int64)
     count = int(ends[-1]) if num_sizes else 0
     if count * dtype.itemsize != size or (pointers != (ends - sizes) * dtype.itemsize).any():
@@ -202,24 +203,25 @@ def _megatron(file: Path, size: int) -> Shard:
 
 
 def check_ids(shards: Sequence[Shard], vocab_size: int | None) -> int:
-    """The largest id, plus 1. ConfigError: one is not below `vocab_size`."""
-    largest = 0
+    """One more than the largest id: the smallest vocabulary with all. ConfigError: one is not below `vocab_size`."""
+    num_ids = 0
     for shard in shards:
         ids = np.memmap(shard.path, shard.dtype, "r", shard.offset, shard.count) if shard.count else np.zeros(0, int)
         for first in range(0, shard.count, 1 << 24):
             part = np.asarray(ids[first : first + (1 << 24)])
-            largest = max(largest, int(part.max()) + 1)
-            if problem := _beyond(part, 1 << 62 if vocab_size is None else vocab_size):
-                raise ConfigError(f"{shard.path}: {problem(first)}; use the tokenizer that made it")
-    return largest
+            num_ids = max(num_ids, int(part.max()) + 1)
+            if problem := _beyond(part, 1 << 62 if vocab_size is None else vocab_size, first):
+                raise ConfigError(f"{shard.path}: {problem}; use the tokenizer that made it")
+    return num_ids
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 _MOST_LINE = 1 << 28
-_PART = 1 << 20
+_PART_CHARS, _READ_BYTES = 1 << 20, 1 << 20
 _CUT = re.compile(r"[^\W_](?=\n)")
-"""Where long documents are tokenized in parts: between a letter or digit and a newline, as pre-tokenizers split."""
+"""Longer documents are tokenized in parts, cut between a letter or digit and a newline. Pre-tokenizers like GPT-2's
+split there, so ids do not change. Other tokenizers, and texts without such a place, may get other ids at a cut."""
 
 
 def texts_of(file: Path, key: str, span: tuple[int, int] | None = None) -> Iterator[tuple[str, bool]]:
@@ -235,7 +237,7 @@ def texts_of(file: Path, key: str, span: tuple[int, int] | None = None) -> Itera
         for where, text in json_lines(file, key, span) if kind == ".jsonl" else _rows(file, key):
             if not isinstance(text, str):
                 raise ConfigError(f"{file}, {where}: {key!r} is {type(text).__name__}; expected text")
-            text.encode()
+            text.encode()  # only to raise UnicodeEncodeError: JSON may hold half of a surrogate pair
             yield from _parts(text)
     except UnicodeEncodeError as problem:
         raise ConfigError(f"{file}, {where}: {key!r} holds half of a surrogate pair") from problem
@@ -244,8 +246,8 @@ def texts_of(file: Path, key: str, span: tuple[int, int] | None = None) -> Itera
 
 
 def _parts(text: str, is_end: bool = True) -> Iterator[tuple[str, bool]]:
-    while len(text) > _PART:
-        at = max((found.end() for found in _CUT.finditer(text, _PART // 2, _PART)), default=_PART)
+    while len(text) > _PART_CHARS:
+        at = max((place.end() for place in _CUT.finditer(text, _PART_CHARS // 2, _PART_CHARS)), default=_PART_CHARS)
         yield text[:at], False
         text = text[at:]
     yield text, is_end
@@ -255,46 +257,64 @@ def _plain(file: Path) -> Iterator[tuple[str, bool]]:
     decoder, rest, place = codecs.getincrementaldecoder("utf-8")(), "", 0
     with file.open("rb") as opened:
         while True:
-            content = opened.read(_PART)
+            content = opened.read(_READ_BYTES)
             pending = len(decoder.getstate()[0])
             try:
                 rest += decoder.decode(content, final=not content)
             except UnicodeDecodeError as problem:
                 raise ConfigError(f"{file}, byte {place - pending + problem.start:,}: is not UTF-8") from problem
             place += len(content)
-            *parts, (rest, _) = _parts(rest, not content)
+            *parts, (rest, _) = _parts(rest, not content)  # the last one is completed by what is read next
             yield from parts
             if not content:
                 yield rest, True
                 return
 
 
-def json_lines(file: Path, key: str, span: tuple[int, int] | None = None) -> Iterator[tuple[str, Any]]:
-    """("line 1", what it has by `key`) of each line, or of those in a span. ConfigError names the file and the line."""
+@dataclass(frozen=True)
+class _Line:
+    """ "line 7" when it is printed: what lies before a span is read for an error alone, not for each part of a file."""
+
+    file: Path
+    begin: int
+    number: int
+    """Counted from byte `begin`."""
+
+    def __str__(self) -> str:
+        number, left = self.number, self.begin
+        if left:
+            with self.file.open("rb") as opened:
+                while left and (content := opened.read(min(_READ_BYTES, left))):
+                    number, left = number + content.count(b"\n"), left - len(content)
+        return f"line {number}"
+
+
+def json_lines(file: Path, key: str, span: tuple[int, int] | None = None) -> Iterator[tuple[_Line, Any]]:
+    """(Line, what it has by `key`) of each line, or of those in a span. ConfigError names the file and the line."""
+    begin, end = span or (0, -1)  # -1 is never reached: to the end of the file
+    place, number = begin, 0
     with file.open("rb") as opened:
-        number, (place, end) = 0, span or (0, -1)
-        while opened.tell() < place:  # lines count from the beginning of the file
-            number += opened.read(min(_PART, place - opened.tell())).count(b"\n")
+        opened.seek(begin)
         while place != end and (line := opened.readline(_MOST_LINE + 1)):
             number, place = number + 1, place + len(line)
-            where = f"{file}, line {number}"
+            at = _Line(file, begin, number)
             if len(line) > _MOST_LINE:
-                raise ConfigError(f"{where}: has more than {_MOST_LINE >> 20} MiB; expected one document a line")
+                raise ConfigError(f"{file}, {at}: has more than {_MOST_LINE >> 20} MiB; expected one document a line")
             if not line.strip():
-                raise ConfigError(f"{where}: is empty; expected an object with {key!r}")
+                raise ConfigError(f"{file}, {at}: is empty; expected an object with {key!r}")
             try:
-                found = json.loads(line.decode())
+                record = json.loads(line.decode())
             except UnicodeDecodeError as problem:
-                raise ConfigError(f"{where}: is not UTF-8 (byte {problem.start} of the line)") from problem
+                raise ConfigError(f"{file}, {at}: is not UTF-8 (byte {problem.start} of the line)") from problem
             except (ValueError, RecursionError) as problem:
-                raise ConfigError(f"{where}: is not JSON: {problem}") from problem
-            if not isinstance(found, dict) or key not in found:
-                has = f"has the keys {', '.join(list(found)[:8])}" if isinstance(found, dict) else "is no object"
-                raise ConfigError(f"{where}: {has}, not {key!r}; name it by data.text_field")
-            yield f"line {number}", found[key]
+                raise ConfigError(f"{file}, {at}: is not JSON: {problem}") from problem
+            if not isinstance(record, dict) or key not in record:
+                has = f"has the keys {', '.join(list(record)[:8])}" if isinstance(record, dict) else "is not an object"
+                raise ConfigError(f"{file}, {at}: {has}, not {key!r}; set data.text_field")
+            yield at, record[key]
 
 
-def _rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
+def _rows(file: Path, key: str) -> Iterator[tuple[object, Any]]:
     import pyarrow  # type: ignore[import-not-found]
     import pyarrow.parquet as parquet  # type: ignore[import-not-found]
 
@@ -302,7 +322,7 @@ def _rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
         with parquet.ParquetFile(file) as table:
             if key not in table.schema_arrow.names:
                 names = ", ".join(table.schema_arrow.names[:8])
-                raise ConfigError(f"{file}: has the columns {names}, not {key!r}; name it by data.text_field")
+                raise ConfigError(f"{file}: has the columns {names}, not {key!r}; set data.text_field")
             row = 0
             for batch in table.iter_batches(batch_size=256, columns=[key]):
                 for text in batch.column(0).to_pylist():
@@ -315,13 +335,13 @@ def _rows(file: Path, key: str) -> Iterator[tuple[str, Any]]:
 def tokens_of(
     files: Sequence[Path], tokenizer: Tokenizer, key: str, span: tuple[int, int] | None = None
 ) -> tuple[NDArray[np.uint32], Ints]:
-    """Ids of the documents of files, each with an EOS, and where they end. `span`: bytes of lines of *.jsonl alone."""
-    found, ends, count = [], [], 0
+    """Ids of the documents of files, each with an EOS, and where they end. `span`: bytes of lines, only of *.jsonl."""
+    arrays, ends, count = [], [], 0
     for ids, is_end in _encoded(files, tokenizer, key, span):
-        found.append(np.array(ids, dtype=np.uint32))
+        arrays.append(np.array(ids, dtype=np.uint32))
         count += len(ids)
         ends += [count] * is_end
-    return np.concatenate(found or [np.zeros(0, np.uint32)]), np.array(ends, dtype=np.int64)
+    return np.concatenate(arrays or [np.zeros(0, np.uint32)]), np.array(ends, dtype=np.int64)
 
 
 def _encoded(
@@ -359,7 +379,7 @@ def _batches(parts: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
     for part in parts:
         batch.append(part)
         size += len(part[0])
-        if size >= 4 * _PART:
+        if size >= 4 * _PART_CHARS:
             yield batch
             batch, size = [], 0
     if batch:
@@ -376,12 +396,12 @@ def tokenized(files: Sequence[Path], tokenizer: Tokenizer, key: str) -> list[Sha
 
     Named by the paths, sizes and times of the files, and by the tokenizer: a run starts without reading them again.
     """
-    about = (1, tokenizer.digest, key, stamps(files))
+    about = (1, tokenizer.digest, key, stamps(files))  # 1: the version of this cache
     return read_shards(str(cached(about, lambda folder: write_tokens(files, tokenizer, key, folder))))
 
 
 def stamps(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """What changes with the content of files: paths, sizes and times."""
+    """What identifies the content of files without reading them: paths, sizes and times."""
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
@@ -416,8 +436,8 @@ def cached(about: object, write: Callable[[Path], None]) -> Path:
 class Mixture:
     """Sources by weight: an exact function of (seed, index, epoch), hence of the step.
 
-    In epoch e a source with n samples in it, by its weight, gives the draws e * n to (e + 1) * n - 1 of its own endless
-    sequence of permutations. So a sample of a source comes again only when all others of it have come.
+    Each source gives an epoch its share of the samples, and continues in its own sequence of permutations where the
+    epoch before stopped. So a sample of a source comes again only when all others of it have come.
 
     Args:
         sources: the data sets.
@@ -432,7 +452,7 @@ class Mixture:
         self._sources, self._seed = sources, seed
         self._lengths = np.array([len(source) for source in sources])
         shares = np.cumsum(np.array(weights) / np.sum(weights))
-        shares[-1] = 1.0
+        shares[-1] = 1.0  # not 0.999...: the sum of rounded shares
         self._ends = np.round(shares * (num_samples or self._lengths.sum())).astype(np.int64)
         self._counts = np.diff(self._ends, prepend=0)
 
@@ -441,6 +461,7 @@ class Mixture:
 
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         indices, epochs = unpack(keys)
+        # Neighbouring indices belong to one source; the sampler shuffles them.
         which = np.searchsorted(self._ends, indices, side="right")
         draws = epochs * self._counts[which] + indices - (self._ends - self._counts)[which]
         passes, places = np.divmod(draws, self._lengths[which])
@@ -448,29 +469,31 @@ class Mixture:
         for number in np.unique(which) if len(keys) else [0]:
             here = np.flatnonzero(which == number)
             length = int(self._lengths[number])
-            found = permuted(self._seed + 7919 * int(number), passes[here], places[here], length)
+            # 7919: another permutation for each source
+            drawn = permuted(self._seed + 7919 * int(number), passes[here], places[here], length)
             rows.append(here)
             batches.append(
-                self._sources[number].__getitems__(list(zip(found.tolist(), passes[here].tolist(), strict=True)))
+                self._sources[number].__getitems__(list(zip(drawn.tolist(), passes[here].tolist(), strict=True)))
             )
-        order = torch.from_numpy(np.argsort(np.concatenate(rows), kind="stable"))
+        order = torch.from_numpy(np.argsort(np.concatenate(rows)))
         return tuple(torch.cat(parts)[order] for parts in zip(*batches, strict=True))
 
 
 def permuted(seed: int, passes: Ints, places: Ints, length: int) -> Ints:
-    """Where the permutation of (seed, pass) of range(length) takes a place, each alone: no table is kept.
+    """The permutation of range(length) given by (seed, pass), at single places: without a table of the length.
 
-    A Feistel network of 6 rounds over the least 4^k >= length, applied again while the result is beyond the length
-    (Black and Rogaway 2002, cycle walking): at most 4 times on average.
+    A Feistel network over the least 4^k >= length, applied again while the result is beyond the length (Black and
+    Rogaway 2002, cycle walking): at most 4 times on average. 4 rounds of random functions give a permutation that is
+    pseudorandom in both directions (Luby and Rackoff 1988); 6 leave a margin, as the hash is not random.
     """
     half = max(1, (max(length - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
-    found, todo = places.astype(np.uint64), np.arange(len(places))
+    values, todo = places.astype(np.uint64), np.arange(len(places))
     while len(todo):
-        left, right = found[todo] >> np.uint64(half), found[todo] & mask
-        for turn in range(6):
-            key = mixed(seed + turn * 104729, passes[todo], right)
+        left, right = values[todo] >> np.uint64(half), values[todo] & mask
+        for round_ in range(6):
+            key = mixed(seed + round_ * 104729, passes[todo], right)
             left, right = right, left ^ (key & mask)
-        found[todo] = (left << np.uint64(half)) | right
-        todo = todo[found[todo] >= np.uint64(length)]
-    return found.astype(np.int64)
+        values[todo] = (left << np.uint64(half)) | right
+        todo = todo[values[todo] >= np.uint64(length)]
+    return values.astype(np.int64)

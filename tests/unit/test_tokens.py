@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from amp_core.config.errors import ConfigError, RunError
 from amp_core.data import build_data
 from amp_core.data.text import IGNORE, TextPieces
 from amp_core.data.tokenizers import read_tokenizer
-from amp_core.data.tokens import Documents, Mixture, cache_folder, check_ids, permuted, read_shards
+from amp_core.data.tokens import Documents, Mixture, cache_folder, check_ids, permuted, read_shards, texts_of
 
 IDS = np.arange(1000, 1400)
 
@@ -29,11 +31,16 @@ def llmc(dtype="<u2", magic=20240520, version=1, count=400):
     return struct.pack("<256i", magic, version, count, *[0] * 253) + IDS.astype(dtype).tobytes()
 
 
-def megatron(sizes=(100, 150, 150), code=8):
+def megatron(sizes=(100, 150, 150), code=8, documents=(0, 1, 3)):
     ends = np.cumsum(sizes)
     pointers = (ends - sizes) * 2
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(sizes), 3)
-    return head + np.array(sizes, "<i4").tobytes() + pointers.astype("<i8").tobytes() + np.array([0, 1, 3]).tobytes()
+    return (
+        head
+        + np.array(sizes, "<i4").tobytes()
+        + pointers.astype("<i8").tobytes()
+        + np.array(documents, "<i8").tobytes()
+    )
 
 
 @pytest.mark.parametrize("kind", ["nanogpt16", "nanogpt32", "llmc16", "llmc32", "megatron", "npy"])
@@ -62,11 +69,16 @@ def test_shards_of_every_format_hold_the_same_ids(tmp_path, kind):
     "files, problem",
     [
         ({"a.bin": b"abc"}, "a.bin has 3 bytes, no multiple of the 2 of uint16"),
-        ({"a.bin": llmc(count=401)}, "says version 1 and 401 tokens; it has 400 tokens"),
-        ({"a.bin": llmc(version=2)}, "says version 2"),
+        ({"a.bin": llmc(count=401)}, "its header says 401 tokens, the file has 400; copy"),
+        ({"a.bin": llmc(count=123_456_789)}, "its header says 123,456,789 tokens, the file has 400; copy"),
+        ({"a.bin": llmc() + b"a"}, "its header says 400 tokens, the file has 400; copy"),
+        ({"a.bin": llmc(version=2)}, "an llm.c header of version 2; expected version 1"),
         ({"a.bin": b"ab", "a.idx": megatron()}, "says 400 tokens of uint16, a.bin has 2 bytes"),
-        ({"a.bin": b"ab", "a.idx": b"x"}, "a.idx is not a whole index of Megatron"),
-        ({"a.bin": b"ab", "a.idx": megatron()[:-1]}, "a.idx is not a whole index of Megatron"),
+        ({"a.bin": b"ab", "a.idx": b"x"}, "a.idx is damaged, or not a Megatron index"),
+        ({"a.bin": b"ab", "a.idx": megatron()[:-1]}, "a.idx is damaged, or not a Megatron index"),
+        ({"a.bin": IDS.astype("<u2").tobytes(), "a.idx": megatron(documents=(0, 1, 4))}, "a.idx is damaged"),
+        ({"a.bin": IDS.astype("<u2").tobytes(), "a.idx": megatron(documents=(0, -1, 3))}, "a.idx is damaged"),
+        ({"a.bin": IDS.astype("<u2").tobytes(), "a.idx": megatron(documents=(2, 1, 3))}, "a.idx is damaged"),
         ({"a.npy": b"abc"}, "a.npy|magic"),
         ({"a.txt": b"abc"}, "has no *.bin or *.npy"),
         ({"a.bin": llmc(), "manifest.json": b'{"shards": {}}', "b.bin": b"a"}, "b.bin has 1 bytes"),
@@ -174,7 +186,7 @@ def test_documents_end_with_eos_and_are_tokenized_once(tmp_path, tokenizer, kind
     [
         (b'{"text": "a"}\n\n', "line 2: is empty"),
         (b'{"text": "a"}\n{"body": "a"}\n', "line 2: has the keys body, not 'text'"),
-        (b'{"text": "a"}\n[1]\n', "line 2: is no object"),
+        (b'{"text": "a"}\n[1]\n', "line 2: is not an object"),
         (b'{"text": 3}\n', "line 1: 'text' is int; expected text"),
         (b'{"text": "\xff"}\n', "line 1: is not UTF-8 (byte 10 of the line)"),
         (b'{"text": "\\ud800"}\n', "line 1: 'text' holds half of a surrogate pair"),
@@ -191,6 +203,25 @@ def test_bad_lines_are_named_and_leave_nothing_in_the_cache(tmp_path, tokenizer,
     assert [path.suffix for path in cache_folder().iterdir()] == [".lock"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts bytes by /proc/self/io")
+def test_a_part_of_a_file_of_lines_reads_no_other_part_and_names_its_lines_by_the_file(tmp_path):
+    file, before = tmp_path / "a.jsonl", 1 << 26
+    with file.open("wb") as output:
+        output.write(b"\n" * 40)
+        output.truncate(before)  # a hole, without disk space
+        output.seek(before)
+        output.write(b'\n{"text": "a"}\n{"text": 1}\n')
+
+    def num_read():
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    first, start = before + 1, num_read()
+    assert list(texts_of(file, "text", (first, first + 14))) == [("a", True)]
+    assert num_read() - start < 1 << 20
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 43: 'text' is int"):
+        list(texts_of(file, "text", (first, file.stat().st_size)))
+
+
 def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path, tokenizer):
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"cannot be read: tokenizer_config\.json: is not a JSON object"):
@@ -198,7 +229,8 @@ def test_a_damaged_file_beside_a_tokenizer_is_named(tmp_path, tokenizer):
 
 
 def test_long_texts_are_tokenized_in_parts_with_the_ids_of_the_whole(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("amp_core.data.tokens._PART", 64)
+    for name in ("_PART_CHARS", "_READ_BYTES"):
+        monkeypatch.setattr(f"amp_core.data.tokens.{name}", 64)
     text = "the self return\n  wörld, 日本!\n\n" * 40
     (tmp_path / "a.txt").write_text(text)
     data = build_data(data_config("text", path=str(tmp_path / "a.txt"), tokenizer=tokenizer, length=4), seed=0)
