@@ -51,6 +51,9 @@ def check_table(cfg: DataConfig) -> Iterator[str]:
             elif importlib.util.find_spec("sklearn") is None:
                 yield f"data.{key}={path}: needs the package scikit-learn: pip install 'amp-recipes[data]'"
         elif not (file := table_file(path)).exists() and not glob.glob(str(file)):
-            yield f"data.{key}={path}: there is no such file or folder; expected CSV or parquet"
+            package, colon, _ = path.partition(":")
+            lost = colon and package.isidentifier() and importlib.util.find_spec(package) is None
+            why = f"needs the package {package}: pip install {package}" if lost else "there is no such file or folder"
+            yield f"data.{key}={path}: {why}; expected CSV or parquet"
         elif ".parquet" in str(file) and importlib.util.find_spec("pyarrow") is None:
             yield f"data.{key}={path}: needs the package pyarrow: pip install 'amp-recipes[text]'"
