@@ -37,7 +37,7 @@ train: setup ## run the default recipe: python train.py $(ARGS)
 test: setup ## every promise once: pytest -m "not slow" $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-all: setup ## all tests, five times as long: pytest $(PYTEST_ARGS)
+test-all: setup ## all tests, four times as long: pytest $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 matrix: ## run the tests in other versions of torch and Python, long: python scripts/matrix.py $(ARGS)
