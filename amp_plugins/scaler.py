@@ -79,7 +79,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         self.doctor: Any = None
         self.num_updates = 0
         self._begun = set[torch.optim.Optimizer]()
-        self._is_pending = self._is_ended = False
+        self._is_pending = self._is_ended = self._is_never_updated = False
         self._streak = 0
         self._ours: list[Schedule | Ema] = []
         self.nets = weakref.WeakKeyDictionary[nn.Module, BufferGuard]()
@@ -192,9 +192,14 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         self.reports[optimizer] = self.amp.step(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self._begun and optimizer in self.reports and (self._is_pending or not self._enabled):
-            self._is_pending = True  # also in a loop that updates no disabled scaler
+        if optimizer in self._begun and optimizer in self.reports and not self._is_ended:
+            # A disabled scaler that a loop never updates: from now on each window ends where the next one begins.
+            self._is_never_updated |= not (self._is_pending or self._enabled)
+            window = self.amp._window
+            loss = None if window.is_stepping else window.loss
             self.end_window()
+            if loss is not None:
+                self.amp.note_loss(loss)
         self._begun.add(optimizer)
         if self._amp is None:
             self._start(next((p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu")))
@@ -216,7 +221,7 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
 
     def end_window(self, *_: Any) -> None:
         """Do what `update` has put off in a trainer."""
-        if not self._is_pending:
+        if not self._is_pending and not (self._is_never_updated and self.reports and not self._is_ended):
             return
         if self._is_ended:  # the window was unscaled, and not stepped
             self.reports = {}

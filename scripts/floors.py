@@ -28,7 +28,7 @@ BUDGETS = {
     "program": (17_527, "config run cli data models train.py"),
     "amp_tools": (4_567, "amp_tools"),
     "scripts": (5_853, "scripts"),
-    "amp_plugins": (1_120, "amp_plugins"),
+    "amp_plugins": (1_125, "amp_plugins"),
     "amp_conformance": (2_875, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this

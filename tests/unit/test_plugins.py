@@ -411,3 +411,29 @@ def test_accelerate_is_protected_once_and_refuses_what_steps_by_itself() -> None
             protect(accelerator)
     finally:
         accelerate.state.AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("enabled, updates", [(True, True), (False, True), (False, False)])
+def test_a_bad_loss_alone_is_skipped_whatever_the_loop_calls(
+    enabled: bool, updates: bool, clips: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step 3 has a loss of NaN and finite gradients. `unscale_` begins no window, and a loop may never update."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", enabled=enabled)
+    scaler.guard(model)
+    moved = []
+    for step in range(6):
+        before = [tensor.clone() for tensor in model.state_dict().values()]
+        loss = model(torch.randn(16, 8)).square().mean()
+        scaler.scale(loss + torch.nan if step == 3 else loss).backward()
+        if clips:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        if updates:
+            scaler.update()
+        optimizer.zero_grad()
+        scaler.end_window()
+        moved.append([not torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True)])
+    assert [any(each) for each in moved] == [True, True, True, False, True, True]
+    assert not updates or not caplog.records  # that its buffers are not guarded
