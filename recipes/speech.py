@@ -30,7 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
+from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config, RecipeConfig
+from amp_core.data import Data
+from amp_core.data.speech import Recordings
 from amp_core.models import Family
 from amp_core.models.family import check_count
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule
@@ -49,6 +52,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     """Train, and return the last evaluation: loss, symbol_error_rate, and the share that is too_short."""
     data = build_data(cfg.data, seed=cfg.seed)
     rate = data.facts["rate"]
+    check_lengths(data, rate)
     amp = Amp(cfg.amp, env.device, samples=cfg.batch_size)
     model = env.wrap(build_model(cfg.model.name, MODELS, options=cfg.model.options, **data.facts), amp)
     optimizer = build_optimizer(cfg.optimizer, model)
@@ -119,6 +123,19 @@ def ctc_losses(logits: Tensor, frames: Tensor, symbols: Tensor) -> Tensor:
 def num_frames(lengths: Tensor, rate: int) -> Tensor:
     """Frames of the network's output for so many samples: every second of the spectrum's."""
     return ((lengths - round(WINDOW * rate)) // round(HOP * rate) + 2).clamp(min=0) // 2
+
+
+def check_lengths(data: Data, rate: int) -> None:
+    """Raise ConfigError if all recordings of a part are too short for what is said: it would be a loss of 0."""
+    for part in (data.train, data.eval):
+        if isinstance(part, Recordings):
+            frames = num_frames(torch.from_numpy(part.lengths), rate)
+            needed = [frames_needed(torch.from_numpy(said)[None]) for said in part.symbols]
+            if (frames < torch.cat(needed)).all():
+                raise ConfigError(
+                    f"{part.paths[0]}, and the other {len(needed) - 1} recordings of its part, are too short for what "
+                    f"is said: a character needs a frame of {2000 * HOP:g} ms"
+                )
 
 
 def frames_needed(symbols: Tensor) -> Tensor:

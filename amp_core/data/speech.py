@@ -81,6 +81,8 @@ def _telephone(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 SILENCE = 0.25
 """Seconds of it after the longest of a batch: what convolutions see behind the end of an utterance is then the same in
 every batch, and so is what they make of it."""
+LEAST_RATE = 4000
+"""Samples per second: half of telephones'."""
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 """Stands for the characters of held-out transcripts that no training transcript has."""
 _TEXTS = ("transcription", "transcript", "text", "sentence")
@@ -98,8 +100,8 @@ class Recordings:
     def __init__(self, utterances: Sequence[tuple[str, str, int]], rate: int, alphabet: Sequence[str]) -> None:
         paths, texts, lengths = zip(*utterances, strict=True)
         numbers = {letter: number for number, letter in enumerate(alphabet, 1)}
-        self.paths, self._lengths, self._rate = Paths(paths), np.array(lengths), rate
-        self._symbols = [np.array([numbers.get(letter, len(alphabet)) for letter in text]) for text in texts]
+        self.paths, self.lengths, self._rate = Paths(paths), np.array(lengths), rate
+        self.symbols = [np.array([numbers.get(letter, len(alphabet)) for letter in text]) for text in texts]
 
     def of_folder(self, folder: str) -> Recordings:
         """All recordings in a folder, without what was said. ConfigError: there are none, or of another rate."""
@@ -122,7 +124,7 @@ class Recordings:
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
         rows = unpack(keys)[0]
-        lengths, symbols = self._lengths[rows], [self._symbols[row] for row in rows]
+        lengths, symbols = self.lengths[rows], [self.symbols[row] for row in rows]
         waves = np.zeros((len(rows), max(lengths, default=0) + round(SILENCE * self._rate)), dtype=np.float32)
         said = np.zeros((len(rows), max(map(len, symbols), default=0)), dtype=np.int64)
         for i, row in enumerate(rows):
@@ -156,7 +158,8 @@ def utterances_in(folder: Path, longest: float) -> tuple[list[tuple[str, str, in
 
 
 def is_wave(name: str) -> bool:
-    return name.lower().endswith(".wav")
+    name = os.path.basename(name)
+    return name.lower().endswith(".wav") and not name.startswith(".")  # macOS writes ._x.wav beside x.wav
 
 
 EXPECTED = (
@@ -167,20 +170,19 @@ EXPECTED = (
 
 def transcripts_of(folder: Path) -> Iterator[tuple[str, str]]:
     """(path of a recording, what was said) in a folder. ConfigError: a line or a text that cannot be used, by name."""
-    table = folder / "metadata.csv"
+    read = folder / "metadata.csv"
     try:
-        if table.is_file():
-            yield from _of_table(table)
+        if read.is_file():
+            yield from _of_table(read)
             return
         for place, _, names in os.walk(folder):
-            for name in names:
-                if is_wave(name):
-                    text = Path(place, name).with_suffix(".txt")
-                    if not text.is_file():
-                        raise ConfigError(visible(f"{Path(place, name)}: has no {text.name} beside it; {EXPECTED}"))
-                    yield os.path.join(place, name), text.read_text("utf-8")
+            for name in filter(is_wave, names):
+                read = Path(place, name).with_suffix(".txt")
+                if not read.is_file():
+                    raise ConfigError(visible(f"{Path(place, name)}: has no {read.name} beside it; {EXPECTED}"))
+                yield os.path.join(place, name), read.read_text("utf-8-sig")
     except (OSError, ValueError, csv.Error) as problem:  # a ValueError is text that is no UTF-8
-        raise ConfigError(visible(f"{folder}: a transcript cannot be read: {problem}")) from problem
+        raise ConfigError(visible(f"{read}: cannot be read as UTF-8: {problem}")) from problem
 
 
 def _of_table(table: Path) -> Iterator[tuple[str, str]]:
@@ -196,6 +198,7 @@ def _of_table(table: Path) -> Iterator[tuple[str, str]]:
             name, column = "file_name", next((key for key in _TEXTS if key in (fields.fieldnames or ())), None)
             if "file_name" not in (fields.fieldnames or ()) or column is None:
                 raise ConfigError(visible(f"{table}: has the columns {fields.fieldnames}; {EXPECTED}"))
+        seen = set[Path]()
         for number, row in enumerate(fields, 1 if name == 0 else 2):
             text = row.get(max(row) if column == -1 else column)
             if not row.get(name) or text is None or (column == -1 and len(row) < 2):
@@ -206,6 +209,9 @@ def _of_table(table: Path) -> Iterator[tuple[str, str]]:
                 raise ConfigError(
                     visible(f"{table}:{number}: there is no {places[name == 0]}; expected the recording there")
                 )
+            if path in seen:  # one half might be held out, and be trained on by the other
+                raise ConfigError(visible(f"{table}:{number}: names {path} again; expected each recording once"))
+            seen.add(path)
             yield str(path), text
 
 
@@ -213,14 +219,23 @@ def _head_of(path: str) -> tuple[int, int]:
     """(samples per second, length in samples) of a file."""
     try:
         with wave.open(path, "rb") as file:
-            rate, length, width = file.getframerate(), file.getnframes(), file.getsampwidth()
+            rate, length, width, channels = (
+                file.getframerate(), file.getnframes(), file.getsampwidth(), file.getnchannels()
+            )  # fmt: skip
+        size = os.path.getsize(path)
     except (OSError, EOFError, wave.Error) as problem:
+        why = str(problem) or "it is cut"
+        raise ConfigError(visible(f"{path}: is no WAV file of PCM: {why}; convert it to 16-bit PCM")) from problem
+    if length * width * channels > size:
         raise ConfigError(
-            visible(f"{path}: is no WAV file of whole numbers: {problem or 'it is cut'}; convert it to 16-bit PCM")
-        ) from problem
-    if not (rate > 0 and length > 0 and width in _SCALES):
+            visible(f"{path}: its header says {length:,} samples, its {size:,} bytes are too few; copy it again")
+        )
+    if not (rate >= LEAST_RATE and length > 0 and width in _SCALES):
         raise ConfigError(
-            visible(f"{path}: has {length} samples of {8 * width} bits at {rate} Hz; expected some of 8 to 32")
+            visible(
+                f"{path}: has {length} samples of {8 * width} bits at {rate} Hz; expected 8 to 32 bits, and at least "
+                f"{LEAST_RATE} Hz"
+            )
         )
     return rate, length
 
@@ -234,7 +249,7 @@ def read_wave(path: str, length: int) -> NDArray[np.float32]:
         with wave.open(path, "rb") as file:
             width, channels, data = file.getsampwidth(), file.getnchannels(), file.readframes(length)
     except (OSError, EOFError, wave.Error) as problem:
-        raise RunError(visible(f"{path}: cannot be read: {problem or 'it is cut'}")) from problem
+        raise RunError(visible(f"{path}: cannot be read: {str(problem) or 'it is cut'}")) from problem
     if len(data) != length * width * channels:
         raise RunError(
             visible(f"{path}: ends after {len(data)} bytes of samples, expected {length * width * channels}")
@@ -253,10 +268,9 @@ def _recordings(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path is not None and cfg.options is not None, "check_data was not asked"
     folder, longest = Path(cfg.path).expanduser(), float(cfg.options["longest"])
     held_out = Path(cfg.eval_path).expanduser() if cfg.eval_path is not None else folder / "val"
-    if cfg.eval_path is None and (folder / "train").is_dir() and held_out.is_dir():
-        folder = folder / "train"
-    train, rate, notes = utterances_in(folder, longest)
-    if cfg.eval_path is not None or folder.name == "train":
+    has_parts = cfg.eval_path is None and (folder / "train").is_dir() and held_out.is_dir()
+    train, rate, notes = utterances_in(folder / "train" if has_parts else folder, longest)
+    if cfg.eval_path is not None or has_parts:
         others, eval_rate, more = utterances_in(held_out, longest)
         notes += more
     else:

@@ -346,14 +346,17 @@ def test_a_run_on_recordings_learns_them_and_predicts_their_texts(own_folder: Pa
 BAD = {
     "nothing": (lambda at: None, "has no recordings to use"),
     "no text": (lambda at: (at / "000.txt").unlink(), "000.wav: has no 000.txt beside it"),
-    "no UTF-8": (lambda at: (at / "000.txt").write_bytes(b"\xff"), "a transcript cannot be read"),
-    "cut": (lambda at: (at / "000.wav").write_bytes(b"RIFF"), "000.wav: is no WAV file of whole numbers"),
-    "of floats": (lambda at: as_floats(at / "000.wav"), "000.wav: is no WAV file of whole numbers"),
+    "no UTF-8": (lambda at: (at / "000.txt").write_bytes(b"\xff"), "000.txt: cannot be read as UTF-8"),
+    "cut": (lambda at: (at / "000.wav").write_bytes(b"RIFF"), "000.wav: is no WAV file of PCM: ."),
+    "of floats": (lambda at: as_floats(at / "000.wav"), "000.wav: is no WAV file of PCM: ."),
     "empty": (lambda at: write_wave(at / "000.wav", np.zeros(0)), "000.wav: has 0 samples"),
     "rates": (
         lambda at: write_wave(at / "000.wav", np.zeros(9), rate=16000),
         "has 8000 Hz in .* 16000 Hz in .*000.wav",
     ),
+    "slow": (lambda at: write_wave(at / "000.wav", np.zeros(9), rate=1), "000.wav: .* at least 4000 Hz"),
+    "lies": (lambda at: says(at / "000.wav", 1 << 30), "000.wav: its header says 536,870,912 samples"),
+    "twice": (lambda at: (at / "metadata.csv").write_text("000|a\n000|b\n"), "metadata.csv:2: names .*000.wav again"),
     "one": (lambda at: [path.unlink() for path in at.glob("0[01][1-9].*")], "every 16th is held out"),
     "columns": (lambda at: (at / "metadata.csv").write_text("a,b\n1,2\n"), "metadata.csv: has the columns"),
     "no file": (lambda at: (at / "metadata.csv").write_text("x|y|z\n"), r"metadata.csv:1: there is no .*x\.wav"),
@@ -367,6 +370,12 @@ def as_floats(path: Path) -> None:
     path.write_bytes(contents)
 
 
+def says(path: Path, size: int) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[40:44] = size.to_bytes(4, "little")
+    path.write_bytes(contents)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_a_folder_that_cannot_be_used_is_refused_by_file_and_line(name: str, own_folder: Path) -> None:
     if name != "nothing":
@@ -377,12 +386,24 @@ def test_a_folder_that_cannot_be_used_is_refused_by_file_and_line(name: str, own
         recordings(own_folder)
 
 
+def test_recordings_of_which_all_are_too_short_are_refused(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(own_folder / "train", 20)
+    for path in (own_folder / "train").glob("*.txt"):
+        path.write_text("far more than can be said in a second, in frames of 40 ms")
+    assert train_main(["recipe=speech", "data=recordings", "data.path=train", "device=cpu", "steps=1"]) == 2
+    assert "and the other 18 recordings of its part, are too short" in capsys.readouterr().err
+
+
 def test_empty_and_long_recordings_are_counted_out(own_folder: Path) -> None:
     record(own_folder, 20)
+    (own_folder / "._1.wav").write_bytes(b"Mac OS X")
+    (own_folder / "000.txt").write_bytes(b"\xef\xbb\xbf1")  # as Notepad writes UTF-8
     (own_folder / "004.txt").write_text(" \n")
     write_wave(own_folder / "005.wav", np.zeros(3 * RATE))
     found = recordings(own_folder, options={"longest": 2})
-    assert len(found.train) + len(found.eval) == 18
+    assert len(found.train) + len(found.eval) == 18 and "\ufeff" not in found.classes
     assert [note.partition(": ")[2] for note in found.notes] == [
         "1 recordings are left out: without a text",
         "1 recordings are left out: longer than 2 s, data.options.longest",
