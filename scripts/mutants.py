@@ -41,10 +41,11 @@ ROOT = Path(__file__).resolve().parent.parent
 GLOBS = ("amp_core/step/*.py", "amp_core/lowp/*.py", "amp_core/layouts/*.py", "amp_core/checkpoints/parts.py")
 TESTS = """
     recipes/gan recipes/model_parallel recipes/segmentation runs/fsdp runs/scaling unit/adam8 unit/behaviours
-    unit/buffers unit/checkpoint unit/clip unit/compiled unit/ddp unit/products unit/through_fp32 unit/fused
-    unit/graph unit/idioms unit/islands unit/island_patterns
-    unit/losses unit/meters unit/misuse unit/moments unit/muon unit/op_policy unit/precision unit/ranks unit/recast
-    unit/recompute unit/right_and_wrong unit/scaler unit/schedule_ema unit/sparse_gradients unit/step_cost unit/waits
+    campaign/optimizers runs/low_shards unit/buffers unit/checkpoint unit/checkpoint_damage
+    unit/checkpoint_optimizers unit/clip unit/compiled unit/ddp unit/products unit/through_fp32 unit/formats
+    unit/fused unit/graph unit/groups unit/idioms unit/islands unit/island_patterns unit/losses unit/meters
+    unit/misuse unit/moments unit/muon unit/op_policy unit/precision unit/ranks unit/recast unit/recompute
+    unit/right_and_wrong unit/scaler unit/schedule_ema unit/skips unit/sparse_gradients unit/step_cost unit/waits
     unit/weights unit/weights_in_networks unit/windows unit/zero"""
 FLIPPED = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.Lt: ast.GtE, ast.Gt: ast.LtE}
 FLIPPED |= {new: old for old, new in FLIPPED.items()}
