@@ -81,11 +81,10 @@ def kept(file: Path) -> dict[str, Row]:
 
 def keep(file: Path, row: Row) -> None:
     """Put a row into a file, which holds the old rows or the new ones whenever this process ends."""
-    rows = {name: vars(each) | {"name": None} for name, each in (kept(file) | {row.name: row}).items()}
-    for each in rows.values():
-        del each["name"]
+    rows = kept(file) | {row.name: row}
+    told = {name: {key: value for key, value in vars(each).items() if key != "name"} for name, each in rows.items()}
     part = file.with_suffix(".part")
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in rows.items())  # one a trainer
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in told.items())  # one a trainer
     part.write_text(f"{{\n{lines}\n}}\n")
     part.replace(file)
 

@@ -192,9 +192,10 @@ class GradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]
         self.reports[optimizer] = self.amp.step(optimizer)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer in self._begun and optimizer in self.reports and not self._is_ended:
+        has_stepped = optimizer in self._begun and optimizer in self.reports and not self._is_ended
+        if has_stepped and (self._is_pending or not self._enabled):  # else a second step, which `Amp` refuses
             # A disabled scaler that a loop never updates: from now on each window ends where the next one begins.
-            self._is_never_updated |= not (self._is_pending or self._enabled)
+            self._is_never_updated |= not self._is_pending
             window = self.amp._window
             loss = None if window.is_stepping else window.loss
             self.end_window()

@@ -330,13 +330,13 @@ def _check_identities(cfg: DataConfig) -> Iterator[str]:
 
 
 def _check_telephone(cfg: DataConfig) -> Iterator[str]:
-    yield from _check_options(cfg, "noise", 4.0, least=0)
+    yield from _check_options(cfg, "noise", 4.0)
     if cfg.num_samples is not None and cfg.num_samples < 16:
         yield f"data.num_samples={cfg.num_samples}: expected at least 16, of which one is held out"
 
 
 def _check_recordings(cfg: DataConfig) -> Iterator[str]:
-    yield from _check_options(cfg, "longest", 20.0, least=0)
+    yield from _check_options(cfg, "longest", 20.0)
     if cfg.path is None:
         yield "data.path=null: expected a folder of *.wav with transcripts"
     for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
@@ -344,14 +344,14 @@ def _check_recordings(cfg: DataConfig) -> Iterator[str]:
             yield f"data.{key}={path}: there is no such folder; expected one of *.wav with transcripts"
 
 
-def _check_options(cfg: DataConfig, name: str, default: float, *, least: float) -> Iterator[str]:
-    """`data.options` must be one number of this name."""
+def _check_options(cfg: DataConfig, name: str, default: float) -> Iterator[str]:
+    """`data.options` must be one number of this name, at least 0."""
     options = cfg.options or {}
     if unknown := sorted(options.keys() - {name}):
         yield f"data.options.{unknown[0]}: there is no such key. {suggest(unknown[0], [name])}"
     value = options.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-        yield f"data.options.{name}={value}: expected a number of at least {least}, such as {default:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        yield f"data.options.{name}={value}: expected a number of at least 0, such as {default:g}"
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,16 @@ def targets_of(cfg: DataConfig) -> list[str]:
 
 def table_file(path: str) -> Path:
     """The file of `data.path`; <package>:<file> is inside an installed package, which is not imported."""
-    package, colon, inside = path.partition(":")
-    is_inside = colon and package.isidentifier() and not Path(path).exists()
-    spec = importlib.util.find_spec(package) if is_inside else None
+    package, inside = _package_of(path), path.partition(":")[2]
+    spec = importlib.util.find_spec(package) if package else None
     folder = next(iter(spec.submodule_search_locations or ()), None) if spec else None
     return Path(folder, inside) if folder else Path(path).expanduser()
+
+
+def _package_of(path: str) -> str | None:
+    """The package in <package>:<file>; None: it is another path."""
+    package, colon, _ = path.partition(":")
+    return package if colon and package.isidentifier() and not Path(path).exists() else None
 
 
 def check_table(cfg: DataConfig) -> Iterator[str]:
@@ -51,8 +56,8 @@ def check_table(cfg: DataConfig) -> Iterator[str]:
             elif importlib.util.find_spec("sklearn") is None:
                 yield f"data.{key}={path}: needs the package scikit-learn: pip install 'amp-recipes[data]'"
         elif not (file := table_file(path)).exists() and not glob.glob(str(file)):
-            package, colon, _ = path.partition(":")
-            lost = colon and package.isidentifier() and importlib.util.find_spec(package) is None
+            package = _package_of(path)
+            lost = package is not None and importlib.util.find_spec(package) is None
             why = f"needs the package {package}: pip install {package}" if lost else "there is no such file or folder"
             yield f"data.{key}={path}: {why}; expected CSV or parquet"
         elif ".parquet" in str(file) and importlib.util.find_spec("pyarrow") is None:

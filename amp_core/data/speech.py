@@ -105,9 +105,7 @@ class Recordings:
 
     def of_folder(self, folder: str) -> Recordings:
         """All recordings in a folder, without what was said. ConfigError: there are none, or of another rate."""
-        paths = sorted(
-            os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if is_wave(name)
-        )
+        paths = sorted(waves_below(folder))
         heads = [_head_of(path) for path in paths]
         if others := [path for path, (rate, _) in zip(paths, heads, strict=True) if rate != self._rate]:
             raise ConfigError(
@@ -157,9 +155,10 @@ def utterances_in(folder: Path, longest: float) -> tuple[list[tuple[str, str, in
     return found, next(iter(rates)), notes
 
 
-def is_wave(name: str) -> bool:
-    name = os.path.basename(name)
-    return name.lower().endswith(".wav") and not name.startswith(".")  # macOS writes ._x.wav beside x.wav
+def waves_below(folder: str | Path) -> Iterator[str]:
+    """The paths of the recordings in a folder and below, in no order; macOS writes ._x.wav beside x.wav."""
+    for place, _, names in os.walk(folder):
+        yield from (os.path.join(place, n) for n in names if n.lower().endswith(".wav") and not n.startswith("."))
 
 
 EXPECTED = (
@@ -175,12 +174,11 @@ def transcripts_of(folder: Path) -> Iterator[tuple[str, str]]:
         if read.is_file():
             yield from _of_table(read)
             return
-        for place, _, names in os.walk(folder):
-            for name in filter(is_wave, names):
-                read = Path(place, name).with_suffix(".txt")
-                if not read.is_file():
-                    raise ConfigError(visible(f"{Path(place, name)}: has no {read.name} beside it; {EXPECTED}"))
-                yield os.path.join(place, name), read.read_text("utf-8-sig")
+        for path in waves_below(folder):
+            read = Path(path).with_suffix(".txt")
+            if not read.is_file():
+                raise ConfigError(visible(f"{Path(path)}: has no {read.name} beside it; {EXPECTED}"))
+            yield path, read.read_text("utf-8-sig")
     except (OSError, ValueError, csv.Error) as problem:  # a ValueError is text that is no UTF-8
         raise ConfigError(visible(f"{read}: cannot be read as UTF-8: {problem}")) from problem
 
