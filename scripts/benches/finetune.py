@@ -61,7 +61,7 @@ def ours(flags: argparse.Namespace, clock: Clock) -> None:
     assert train.main([*run, "optimizer.lr=1e-5"]) == 0
 
 
-def rows_of(flags: argparse.Namespace) -> list[dict[str, list[int]]]:
+def rows_of(flags: argparse.Namespace) -> Any:
     """The samples of the run, in its order."""
     import torch
 
