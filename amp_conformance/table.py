@@ -112,9 +112,19 @@ def _pairs(rows: Mapping[str, Row], suffix: str = "") -> Iterator[tuple[str, lis
         yield name, [rows[key] for key in (f"{name}{suffix}", f"{name}+{suffix}") if key in rows]
 
 
-def _line(name: str, pairs: Sequence[Sequence[Row]]) -> str:
-    marks = (" / ".join(dict.fromkeys(MARKS[row.status(name)] for row in pair)) or "-" for pair in pairs)
-    return f"| [{name}](BEHAVIOURS.md#{CHECKS[name].trap}): {CHECKS[name].wrong} | {' | '.join(marks)} |"
+def _lines(names: Iterable[str], pairs: Sequence[Sequence[Row]], *, says_wrong: bool = True) -> list[str]:
+    """A row per check; one with fused optimizers joins the row of its twin where all marks are the same."""
+    marks = {
+        name: " | ".join(" / ".join(dict.fromkeys(MARKS[row.status(name)] for row in pair)) or "-" for pair in pairs)
+        for name in names
+    }
+    joined = {f"{name}, fused" for name in marks if marks[name] == marks.get(f"{name}, fused")}
+    lines = []
+    for name in (name for name in marks if name not in joined):
+        too = ", fused or not" if f"{name}, fused" in joined else ""
+        wrong = f": {CHECKS[name].wrong}" if says_wrong else ""
+        lines.append(f"| [{name}](BEHAVIOURS.md#{CHECKS[name].trap}){too}{wrong} | {marks[name]} |")
+    return lines
 
 
 def _total(pairs: Iterable[Sequence[Row]]) -> str:
@@ -129,22 +139,26 @@ def table(rows: Mapping[str, Row]) -> str:
     every = [row for pair in pairs for row in pair]
     last = max(every, key=lambda row: row.ran_on[-1])
     seeds = " and ".join(map(str, dict.fromkeys(seed for row in every for seed in row.seeds)))
-    heads = [f"| check: what a failure does | {' | '.join(pair[0].title for pair in pairs)} |"]
-    heads += ["| --- |" + " --- |" * len(pairs)]
+    heads = [f" | {' | '.join(pair[0].title for pair in pairs)} |", "| --- |" + " --- |" * len(pairs)]
     lines = [f"{', '.join(last.ran_on)}; of seeds {seeds} the worse one. `no / yes`: without and with the plugin.", ""]
     lines += [f"`{REPRODUCE}` runs one check; the names of trainers are {', '.join(alone)}, with `+` protected.", ""]
     bad = [name for name in CHECKS if any(name in row.failed for row in every)]
-    lines += [*heads, *(_line(name, pairs) for name in bad), _total(pairs), ""]
+    lines += [f"| check: what a failure does{heads[0]}", heads[1], *_lines(bad, pairs), _total(pairs), ""]
     lines += [f"The other {len(CHECKS) - len(bad)} checks are passed by every trainer that offers them."]
     if others := [row for pair in whole.values() for row in pair]:
+        twins = {name.removesuffix(", fused"): name for name in CHECKS if name.endswith(", fused")}
         pairs_of_both = [(row, rows[row.name.removesuffix(FUSED)]) for row in others]
         differ = [
             name
             for name in CHECKS
-            if any(row.status(name) not in ("not offered", as_is.status(name)) for row, as_is in pairs_of_both)
+            if any(
+                row.status(name) not in ("not offered", as_is.status(twins.get(name, name)))
+                for row, as_is in pairs_of_both
+            )
         ]
-        lines += ["", "With fused optimizers in every check; those that come out otherwise than above:", "", *heads]
-        lines += [*(_line(name, list(whole.values())) for name in differ), _total(whole.values())]
+        lines += ["", "With fused optimizers in every check; those that come out otherwise than above:", ""]
+        lines += [f"| check{heads[0]}", heads[1], *_lines(differ, list(whole.values()), says_wrong=False)]
+        lines += [_total(whole.values())]
     lines += ["", "### How each trainer is set up", ""]
     for pair in pairs:
         notes = "; ".join(sorted({note for row in pair for note in row.notes}))

@@ -114,17 +114,19 @@ LAYOUTS = ("single", "ddp", "fsdp", "hsdp", "data_parallel", "model_parallel")
 
 
 def layouts() -> str:
-    """The table of modes and layouts: yes, or the reason why a configuration is refused."""
-    lines = ["| mode | " + " | ".join(LAYOUTS) + " |", "| --- |" + " --- |" * len(LAYOUTS)]
+    """The table of modes and layouts, modes of the same row together: yes, or why a configuration is refused."""
     extra = {"hsdp": ["layout.shard_size=2"], "model_parallel": ["layout.num_stages=2"]}
     nodes = {layout: compose([f"layout={layout}", *extra.get(layout, [])])["layout"] for layout in LAYOUTS}
+    rows: dict[str, list[str]] = {}
     for mode in MODES:
         cells, values = [], compose(f"amp={mode}".split())
         for layout in LAYOUTS:
             problems = validate(values | {"layout": nodes[layout]})[1]
-            cells.append(problems[0].split(": ", 1)[1].split(";")[0] if problems else "yes")
-        lines.append(f"| `{mode}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            reason = problems[0].split(": ", 1)[1].split(";")[0] if problems else "yes"
+            cells.append(reason.replace(f" (amp={mode.split()[0]})", ""))
+        rows.setdefault(" | ".join(cells), []).append(f"`{mode}`")
+    lines = ["| mode | " + " | ".join(LAYOUTS) + " |", "| --- |" + " --- |" * len(LAYOUTS)]
+    return "\n".join([*lines, *(f"| {', '.join(modes)} | {cells} |" for cells, modes in rows.items())])
 
 
 # --- training

@@ -139,18 +139,30 @@ def load_all(layout: str, mesh: Any, modes: list[str], layouts: list[str], folde
 
 def table(modes: list[str], found: dict[str, dict[tuple[str, str], list[float]]]) -> str:
     """Rows: what was saved; columns: what resumes. "=": weights have the same bits; else the largest change, 2^-n."""
-    short = [mode.removeprefix("bf16_pure amp.update=") for mode in modes]
-    lines = ["| saved by | " + " | ".join(short) + " |", "| --- |" + " --- |" * len(modes)]
-    count = 0
-    for name, other in zip(short, modes, strict=True):
-        cells = []
-        for mode in modes:
-            all_of = [each for layout in found.values() for each in layout[other, mode]]
-            count += len(all_of)
-            far = max(all_of)
-            cells.append("=" if far == 0 else f"2^{torch.tensor(far).log2().ceil().int().item()}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"{count} resumes in {', '.join(found)}; none failed."])
+    short = {mode: mode.removeprefix("bf16_pure amp.update=") for mode in modes}
+    all_of = {(a, b): [far for each in found.values() for far in each[a, b]] for a in modes for b in modes}
+    cells = {
+        (short[a], short[b]): f"2^{torch.tensor(max(each)).log2().ceil().int().item()}" if max(each) else "="
+        for (a, b), each in all_of.items()
+    }
+    count = sum(map(len, all_of.values()))
+    return "\n".join(
+        [*grouped(list(short.values()), cells), "", f"{count} resumes in {', '.join(found)}; none failed."]
+    )
+
+
+def grouped(names: list[str], cells: dict[tuple[str, str], str]) -> list[str]:
+    """The lines of a table, with modes of the same row or of the same column together."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        rows.setdefault(tuple(cells[name, to] for to in names), []).append(name)
+        columns.setdefault(tuple(cells[of, name] for of in names), []).append(name)
+    lines = ["| saved by | " + " | ".join(map(", ".join, columns.values())) + " |", "| --- |" + " --- |" * len(columns)]
+    return lines + [
+        f"| {', '.join(of)} | " + " | ".join(cells[of[0], to[0]] for to in columns.values()) + " |"
+        for of in rows.values()
+    ]
 
 
 if __name__ == "__main__":

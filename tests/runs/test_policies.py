@@ -104,4 +104,5 @@ RESUMED = ["bf16", "bf16_pure", "bf16_pure amp.update=kahan"]
 
 def _cells(text: str) -> dict[tuple[str, str], str]:
     head, _, *rows = [line.strip("| ").split(" | ") for line in text.strip().splitlines() if line.startswith("|")]
-    return {(row[0], to): cell for row in rows for to, cell in zip(head[1:], row[1:], strict=False)}
+    together = [(row[0], to, cell) for row in rows for to, cell in zip(head[1:], row[1:], strict=False)]
+    return {(a, b): cell for of, to, cell in together for a in of.split(", ") for b in to.split(", ")}
