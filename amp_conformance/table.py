@@ -119,12 +119,12 @@ def _lines(names: Iterable[str], pairs: Sequence[Sequence[Row]], *, says_wrong: 
         for name in names
     }
     joined = {f"{name}, fused" for name in marks if marks[name] == marks.get(f"{name}, fused")}
-    lines = []
-    for name in (name for name in marks if name not in joined):
-        too = ", fused or not" if f"{name}, fused" in joined else ""
-        wrong = f": {CHECKS[name].wrong}" if says_wrong else ""
-        lines.append(f"| [{name}](BEHAVIOURS.md#{CHECKS[name].trap}){too}{wrong} | {marks[name]} |")
-    return lines
+    return [
+        f"| [{name}](BEHAVIOURS.md#{CHECKS[name].trap}){', fused or not' if f'{name}, fused' in joined else ''}"
+        f"{f': {CHECKS[name].wrong}' * says_wrong} | {shown} |"
+        for name, shown in marks.items()
+        if name not in joined
+    ]
 
 
 def _total(pairs: Iterable[Sequence[Row]]) -> str:
@@ -146,15 +146,13 @@ def table(rows: Mapping[str, Row]) -> str:
     lines += [f"| check: what a failure does{heads[0]}", heads[1], *_lines(bad, pairs), _total(pairs), ""]
     lines += [f"The other {len(CHECKS) - len(bad)} checks are passed by every trainer that offers them."]
     if others := [row for pair in whole.values() for row in pair]:
-        twins = {name.removesuffix(", fused"): name for name in CHECKS if name.endswith(", fused")}
-        pairs_of_both = [(row, rows[row.name.removesuffix(FUSED)]) for row in others]
+
+        def as_above(row: Row, name: str) -> str:
+            twin = f"{name}, fused"
+            return rows[row.name.removesuffix(FUSED)].status(twin if twin in CHECKS else name)
+
         differ = [
-            name
-            for name in CHECKS
-            if any(
-                row.status(name) not in ("not offered", as_is.status(twins.get(name, name)))
-                for row, as_is in pairs_of_both
-            )
+            name for name in CHECKS if any(r.status(name) not in ("not offered", as_above(r, name)) for r in others)
         ]
         lines += ["", "With fused optimizers in every check; those that come out otherwise than above:", ""]
         lines += [f"| check{heads[0]}", heads[1], *_lines(differ, list(whole.values()), says_wrong=False)]

@@ -229,7 +229,7 @@ def draw(folder: Path) -> None:
     from matplotlib.figure import Figure
 
     torch.manual_seed(0)
-    for what in (magnitudes, outliers, saturation, delayed, means):
+    for what in (magnitudes, outliers, saturation, means):
         figure = Figure(figsize=(7.2, 4.2), layout="constrained")
         axes = figure.subplots()
         what(axes)
@@ -298,26 +298,6 @@ def saturation(axes: Any) -> None:
         axes.plot(places, 100 * error, label=f"{rule}: {100 * off:.1f} % of blocks of normal numbers off by over 1/16")
     axes.set(xlabel="largest number of a block, in powers of two", ylabel="error (%)")
     axes.set_title("MXFP8: the floor rule saturates above 1.75", fontsize=10)
-
-
-def delayed(axes: Any) -> None:
-    """The norm that is stored when all numbers grow 8 times, with the scale of the steps before and of this one."""
-    steps, sizes = range(-3, 8), []
-    for history in (1, 4, 0):
-        peaks: list[Tensor] = []
-        kept = []
-        for step in steps:
-            x = torch.randn(512, 256) * (8.0 if step >= 0 else 1.0)
-            peaks.append(x.abs().max())
-            largest = torch.stack(peaks[-1 - history : -1] if history and len(peaks) > 1 else peaks[-1:]).max()
-            scale = largest / E4M3.largest
-            low = (x / scale).clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn).float() * scale
-            kept.append(float(low.norm() / x.norm()))
-        sizes.append(min(kept))
-        label = f"largest of the {history} step(s) before: {min(kept):.2f}" if history else "of this step"
-        axes.plot(list(steps), kept, marker="o", markersize=4, label=label)
-    axes.set(xlabel="step; at 0 all numbers grow 8 times", ylabel="norm stored, relative", ylim=(0.0, 1.1))
-    axes.set_title("Delayed scaling: finite, so no step is skipped", fontsize=10)
 
 
 def means(axes: Any) -> None:

@@ -11,6 +11,8 @@ loads from all layouts.
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import sys
 import tempfile
 from typing import Any
@@ -139,30 +141,26 @@ def load_all(layout: str, mesh: Any, modes: list[str], layouts: list[str], folde
 
 def table(modes: list[str], found: dict[str, dict[tuple[str, str], list[float]]]) -> str:
     """Rows: what was saved; columns: what resumes. "=": weights have the same bits; else the largest change, 2^-n."""
-    short = {mode: mode.removeprefix("bf16_pure amp.update=") for mode in modes}
-    all_of = {(a, b): [far for each in found.values() for far in each[a, b]] for a in modes for b in modes}
-    cells = {
-        (short[a], short[b]): f"2^{torch.tensor(max(each)).log2().ceil().int().item()}" if max(each) else "="
-        for (a, b), each in all_of.items()
+    far = {
+        pair: [each for layout in found.values() for each in layout[pair]] for pair in itertools.product(modes, modes)
     }
-    count = sum(map(len, all_of.values()))
-    return "\n".join(
-        [*grouped(list(short.values()), cells), "", f"{count} resumes in {', '.join(found)}; none failed."]
-    )
+    exponents = {pair: torch.tensor(max(each)).log2().ceil().item() for pair, each in far.items()}
+    shown = {pair: f"2^{exponent:.0f}" if math.isfinite(exponent) else "=" for pair, exponent in exponents.items()}
+    count = sum(map(len, far.values()))
+    return "\n".join([*grouped(modes, shown), "", f"{count} resumes in {', '.join(found)}; none failed."])
 
 
-def grouped(names: list[str], cells: dict[tuple[str, str], str]) -> list[str]:
+def grouped(modes: list[str], shown: dict[tuple[str, str], str]) -> list[str]:
     """The lines of a table, with modes of the same row or of the same column together."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    columns: dict[tuple[str, ...], list[str]] = {}
-    for name in names:
-        rows.setdefault(tuple(cells[name, to] for to in names), []).append(name)
-        columns.setdefault(tuple(cells[of, name] for of in names), []).append(name)
-    lines = ["| saved by | " + " | ".join(map(", ".join, columns.values())) + " |", "| --- |" + " --- |" * len(columns)]
-    return lines + [
-        f"| {', '.join(of)} | " + " | ".join(cells[of[0], to[0]] for to in columns.values()) + " |"
-        for of in rows.values()
-    ]
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[tuple[str, ...], dict[str, str]] = {}
+    for mode in modes:
+        short = mode.removeprefix("bf16_pure amp.update=")
+        rows.setdefault(tuple(shown[mode, other] for other in modes), {})[mode] = short
+        columns.setdefault(tuple(shown[other, mode] for other in modes), {})[mode] = short
+    table = [["saved by", *(", ".join(to.values()) for to in columns.values())], ["---"] * (1 + len(columns))]
+    table += [[", ".join(of.values()), *(shown[min(of), min(to)] for to in columns.values())] for of in rows.values()]
+    return [f"| {' | '.join(cells)} |" for cells in table]
 
 
 if __name__ == "__main__":
