@@ -133,7 +133,7 @@ def _total(pairs: Iterable[Sequence[Row]]) -> str:
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """Checks that somebody fails x trainers, each before and with its plugin; with fused optimizers; their set-up."""
+    """Checks that somebody fails x trainers, each before and with its plugin; with fused optimizers."""
     alone, whole = dict(_pairs(rows)), dict(_pairs(rows, FUSED))  # of the same trainers, in the same order
     pairs = list(alone.values())
     every = [row for pair in pairs for row in pair]
@@ -157,12 +157,6 @@ def table(rows: Mapping[str, Row]) -> str:
         lines += ["", "With fused optimizers in every check; those that come out otherwise than above:", ""]
         lines += [f"| check{heads[0]}", heads[1], *_lines(differ, list(whole.values()), says_wrong=False)]
         lines += [_total(whole.values())]
-    lines += ["", "### How each trainer is set up", ""]
-    for pair in pairs:
-        notes = "; ".join(sorted({note for row in pair for note in row.notes}))
-        plus = pair[1:] and f" [Protected](OTHER_TRAINERS.md): {pair[1].configuration}."
-        left = f" It leaves changed: {notes}." if notes else ""
-        lines.append(f"- [{pair[0].title}]({pair[0].documentation}): {pair[0].configuration}.{left}{plus or ''}")
     return "\n".join(lines)
 
 
