@@ -27,7 +27,7 @@ BUDGETS = {
     "doctor": (3_981, "doctor"),
     "program": (17_544, "config run cli data models train.py"),
     "amp_tools": (4_567, "amp_tools"),
-    "scripts": (5_846, "scripts"),
+    "scripts": (5_843, "scripts"),
     "amp_plugins": (1_126, "amp_plugins"),
     "amp_conformance": (2_880, "amp_conformance"),
 }

@@ -63,13 +63,10 @@ their CPU casts:
 ## Autocast and explicit dtypes
 
 Where weights and inputs are 16-bit and nothing is autocast, as with FSDP2's `MixedPrecisionPolicy(param_dtype=...)` or
-with weights that a program casts at each use, an operator computes in the dtype of its inputs. Operators that CUDA's
-autocast would compute in fp32, by what they give there:
+with weights that a program casts at each use, an operator computes in the dtype of its inputs: losses, norms and sums
+want `.float()`, and 16-bit beside fp32 inputs want a cast. Those of CUDA's fp32 operators that give anything but fp16:
 
 {explicit}
-
-The others give the same. So losses, norms and sums want `.float()` in the program, and 16-bit beside fp32 inputs want
-a cast.
 
 ## By version of torch
 
@@ -144,9 +141,9 @@ def different_from_explicit() -> str:
     by_autocast = observed("cuda", torch.float16)
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, (low, mixed) in explicit(torch.float16).items():
-        if by_autocast[name] == "fp32" != low:
-            groups.setdefault((by_autocast[name], low, mixed), []).append(name)
-    return grouped(["autocast", "explicit, fp16", "fp16 beside fp32"], groups)
+        if by_autocast[name] == "fp32" != low and (low, mixed) != ("fp16", "fp16"):
+            groups.setdefault((low, mixed), []).append(name)
+    return grouped(["explicit, fp16", "fp16 beside fp32"], groups)
 
 
 def decisions() -> dict[str, str]:
@@ -169,13 +166,13 @@ def by_version() -> str:
         for i, column in enumerate(COLUMNS):
             row = [table[name][i] for table in known.values()]
             if len(set(row)) > 1:
-                found.setdefault((column, *row), []).append(name)
-    return grouped(["", *known], found)
+                found.setdefault((name, *row), []).append(column)
+    return grouped(["operator", *known], found, "where")
 
 
-def grouped(titles: list[str], groups: Mapping[tuple[str, ...], list[str]]) -> str:
+def grouped(titles: list[str], groups: Mapping[tuple[str, ...], list[str]], last: str = "operators") -> str:
     """A table with a row for each decision, and the operators with it."""
-    rows = [[*titles, "operators"], ["---"] * (len(titles) + 1)]
+    rows = [[*titles, last], ["---"] * (len(titles) + 1)]
     rows += [[*decision, "; ".join(names)] for decision, names in groups.items()]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
