@@ -194,6 +194,7 @@ def info_nce(embeddings: Tensor, temperature: float) -> Tensor:
     z = F.normalize(embeddings.flatten(0, 1), dim=1)
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf)
+    # Views are stacked: that of row n is row n + N, modulo 2 N.
     other_view = torch.arange(len(z), device=z.device).roll(len(z) // 2)
     return F.cross_entropy(logits, other_view)
 

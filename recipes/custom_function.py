@@ -155,6 +155,7 @@ class RowNorm(Function):
     @on_its_device(custom_bwd)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         y, inverse = ctx.saved_tensors
+        # For r = (mean(x^2) + eps)^(-1/2), y = x r and dr/dx = -r^3 x / N: dx = r g - r y mean(g y).
         return inverse * (grad - y * (grad * y).mean(-1, keepdim=True)), None
 
 
@@ -172,6 +173,7 @@ class SquaredDistance(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, centres = ctx.saved_tensors
+        # The derivative of |x - c|^2 is 2 (x - c) by x, and its negative by c; summed over centres, and over rows.
         dx = grad.sum(1, keepdim=True) * x - grad.mm(centres)
         dc = grad.sum(0)[:, None] * centres - grad.t().mm(x)
         return 2 * dx, 2 * dc

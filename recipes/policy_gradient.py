@@ -205,6 +205,7 @@ def policy_loss(learned: Tensor, sampled: Tensor, advantage: Tensor, cap: float 
         advantage: of each symbol, [B, N].
         cap: largest ratio; larger ones are truncated. None: all weights are 1.
     """
+    # Truncated importance sampling, by constants: the cap bounds the variance at the price of a bias.
     weight = 1.0 if cap is None else (learned.detach() - sampled).exp().clamp(max=cap)
     return -(weight * advantage * learned).mean()
 

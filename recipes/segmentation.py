@@ -119,6 +119,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
     loop = Loop(env, data, amp=amp, evaluate=evaluate, predict=lambda net, batch: {"masks": net(batch[0]) > 0}, **parts)
+    # By the denominator of the loss, so that a window's mean is that of one big batch.
     for window in loop.windows(count=lambda batch: pixel_weights(batch[1], knobs.mask_weight).sum()):
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)

@@ -122,6 +122,7 @@ def ctc_losses(logits: Tensor, frames: Tensor, symbols: Tensor) -> Tensor:
 
 def num_frames(lengths: Tensor, rate: int) -> Tensor:
     """Frames of the network's output for so many samples: every second of the spectrum's."""
+    # F = (n - window) // hop + 1 spectra, of which a convolution of size 3, stride 2 and padding 1 leaves (F + 1) // 2.
     return ((lengths - round(WINDOW * rate)) // round(HOP * rate) + 2).clamp(min=0) // 2
 
 
@@ -151,6 +152,7 @@ def decode(logits: Tensor, frames: Tensor) -> list[list[int]]:
 
 def distance(heard: Sequence[int], said: Sequence[int]) -> int:
     """Insertions, deletions and substitutions between two sequences (Levenshtein)."""
+    # row[j]: the distance of what was heard so far to said[:j].
     row = list(range(len(said) + 1))
     for symbol in heard:
         others = (min(up + 1, left + (symbol != one)) for up, left, one in zip(row[1:], row, said, strict=False))

@@ -194,8 +194,10 @@ class Loss:
         if given == "balanced":
             targets = evenly_spread(data.train, len(data.train))[2]
             if self.name == "bce":
+                # The two classes of a label get the same total weight.
                 ones = targets.double().sum(0)
                 return ((len(targets) - ones) / ones).float()
+            # As in scikit-learn: the weights of all rows have the mean 1.
             counts = torch.bincount(targets[:, 0], minlength=self.num_outputs)
             return (len(targets) / (self.num_outputs * counts.double())).float()
         if len(given) != self.num_outputs:

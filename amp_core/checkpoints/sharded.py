@@ -97,6 +97,7 @@ def assign_shards(
 
         def walk(value: Any, path: StatePath, tied: Any = tied, sizes: Any = sizes) -> Any:
             if isinstance(value, Tensor | Slice):
+                # Within a part (name,) is the path of a weight, ("state", number, name) that of an optimizer's tensor.
                 inside = path[1:]
                 is_moment = len(inside) == 3 and inside[0] != "param_groups" and value.shape == sizes.get(inside[1])
                 is_weight = len(inside) == 1 and inside[0] in tied

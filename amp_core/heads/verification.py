@@ -47,6 +47,7 @@ def verify(embeddings: Tensor, labels: Tensor, *, scale: float) -> dict[str, flo
     for rate in RATES:
         allowed = int(float(rate) * len(ordered))
         if allowed:
+            # At most `allowed` of the different pairs have a cosine above that of the next one.
             metrics[f"tar_at_far_{rate}"] = float((accepted > ordered[allowed]).mean())
     return metrics
 

@@ -155,6 +155,7 @@ def on_slices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 optimizer.state[plain[param]] = optimizer.state.pop(param)
     lists = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
+        # Weights without a slice here are left out: other ranks step them.
         group["params"] = [plain.get(p, p) for p in group["params"] if p not in _shared or p in plain]
     try:
         yield

@@ -109,6 +109,7 @@ def quantise(x: Tensor, how: Scaling, *, stochastic: bool = False) -> Low:
         exponent = _shared_exponent(peak, how)
         power = _power(exponent.clamp(min=-126)) * (1 - 0.5 * (exponent < -126))  # 2^-127 is subnormal
         scale = torch.where(peak.isfinite(), power, torch.nan)
+        # A finite block's exponent is at most 126, since every element type reaches 4: no factor is subnormal.
         quotients = blocks * _power(-exponent)
     else:
         scale, quotients = _two_levels(blocks, peak, how.element)
@@ -126,6 +127,7 @@ def _shared_exponent(peak: Tensor, how: Scaling) -> Tensor:
 
 def _two_levels(blocks: Tensor, peak: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     """NVFP4: E4M3 scales of blocks, relative to an fp32 scale that maps the tensor's largest to 448 times 6."""
+    # s_enc of appendix C. A block's scale, s_enc * peak / 6 in E4M3, is then 448 for the block with the tensor's peak.
     encode = element.largest * E4M3.largest / peak.amax().clamp(min=1e-30)
     local = _store(peak / element.largest * encode, E4M3, False).float()
     scale = torch.where(peak.isfinite(), local / encode, torch.nan)
@@ -147,6 +149,7 @@ def round_to(x: Tensor, element: Element, noise: Tensor | None = None) -> Tensor
     # Between powers of two elements are 2^(exponent - mantissa) apart, and below the smallest normal one, too.
     exponent = _exponent(x).clamp_(min=element.least).sub_(element.mantissa)
     steps = x * _power(-exponent)
+    # floor(s + u), u uniform in [0, 1), is the upper neighbour with the probability of the fraction of s.
     steps = steps.round_() if noise is None else steps.add_(noise).floor_()
     return steps.mul_(_power(exponent))
 

@@ -240,6 +240,8 @@ class _Product(torch.autograd.Function):
         grad, how, kept = grads[0], ctx.how, ctx.saved_tensors
         g = quantise(grad, how.gradients, stochastic=how.stochastic)
         to_rows = to_weight = None
+        # Both products sum along another dimension than that of the forward pass. Where scales are not the same along
+        # both, the matrices are quantised again, from what they were before.
         if ctx.needs_input_grad[0]:
             columns = Low(*kept[2:]).t() if ctx.is_kept else quantise(kept[1].t(), how.weights)
             to_rows = multiply(g, columns, how, ctx.dtypes[0])
@@ -249,6 +251,7 @@ class _Product(torch.autograd.Function):
             if ctx.is_kept:
                 pair = g.t(), Low(*kept[:2]).t()
             else:
+                # (H grad)^T (H rows) = grad^T rows, H orthogonal.
                 turned = [(mix(m) if how.hadamard else m).t() for m in (grad, kept[0])]
                 pair = quantise(turned[0], how.gradients, stochastic=how.stochastic), quantise(turned[1], how.inputs)
             to_weight = multiply(*pair, how, ctx.dtypes[1])

@@ -31,6 +31,7 @@ def halve(value: Tensor) -> tuple[Tensor, Tensor]:
     with those no 16 bits suffice. That differs for one number in 2^17. For numbers that are not NaN.
     """
     bits = value.contiguous().view(torch.int32)
+    # As int16 a lower half from 0x8000 on is negative: there the upper half is rounded up, and `whole` takes it back.
     rest = bits.to(torch.int16)
     return (bits >> 16).add_(rest < 0).to(torch.int16).view(torch.bfloat16), rest
 
@@ -47,6 +48,7 @@ def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:
     Values representable in bfloat16, inf and NaN do not change. `noise`: as many int32 from 0 to 65535; overwritten.
     """
     # Sign and magnitude: a carry out of the low half makes the next bfloat16 away from zero, for either sign.
+    # 16 random bits carry into the upper half with the probability of the lower half / 2^16.
     bits = noise.view(value.shape).add_(value.view(torch.int32)).bitwise_and_(-0x10000)
     return torch.where(value.isnan(), value, bits.view(torch.float32)).to(torch.bfloat16)
 
