@@ -166,7 +166,8 @@ class Amp:
             loss: a scalar of any floating dtype; or any tensor, with a gradient of its shape.
             gradient: the weight of the loss, a number or a 0-d tensor, such as `micro.weight`; or the gradient of a
                 loss computed elsewhere with respect to the tensor `loss`. It is scaled.
-            retain_graph, inputs: as in `torch.autograd.backward`.
+            retain_graph: as in `torch.autograd.backward`.
+            inputs: as there.
 
         Raises:
             RuntimeError: it reaches weights whose gradients were already unscaled in this window.
