@@ -161,18 +161,15 @@ def table(rows: Mapping[str, Row]) -> str:
 
 
 def counts(rows: Mapping[str, Row]) -> str:
-    """How many checks each trainer passes without and with its plugin, and which it still fails."""
+    """How many checks each trainer passes without and with its plugin."""
     pairs, whole = dict(_pairs(rows)), dict(_pairs(rows, FUSED))
     names = [name for name, pair in pairs.items() if len(pair) == 2]
     lines = [f"| passed | {' | '.join(pairs[name][0].title for name in names)} |", "| --- |" + " --- |" * len(names)]
-    still = [
-        dict.fromkeys(check for row in (*pairs[name][1:], *whole[name][1:]) for check in row.failed) for name in names
-    ]
     for i, what in enumerate(("without", "with the plugin")):
         lines.append(f"| {what} | {' | '.join(pairs[name][i].score for name in names)} |")
         if all(len(whole[name]) == 2 for name in names):
             lines.append(f"| {what}, fused optimizers | {' | '.join(whole[name][i].score for name in names)} |")
-    return "\n".join([*lines, f"| still not | {' | '.join('; '.join(each) for each in still)} |"])
+    return "\n".join(lines)
 
 
 TABLES = {"table": table, "counts": counts}

@@ -61,7 +61,6 @@ def test_a_table_shows_each_trainer_before_and_with_its_plugin(tmp_path: Path) -
     assert counts({row.name: row for row in rows[:2]}).splitlines()[2:] == [
         "| without | 1 of 2 |",
         "| with the plugin | 2 of 2 |",
-        "| still not |  |",
     ]
     (tmp_path / "page.md").write_text("no marks")
     with pytest.raises(ValueError, match="the marks <!-- begin of the table -->"):
