@@ -123,6 +123,7 @@ class _Loss(torch.autograd.Function):
             to_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and ctx.needs_input_grad[2] else None
             for start in range(0, len(rows), ctx.chunk):
                 here = slice(start, start + ctx.chunk)
+                # softmax - one_hot; for an ignored token both are 0: exp(-inf), and not counted.
                 slope = _logits(rows[here], low, bias, exact).sub_(log_sums[here, None]).exp_()
                 counted = log_sums[here, None].isinf().logical_not_().to(exact)
                 slope.scatter_add_(1, labels[here, None], counted.neg_())

@@ -99,6 +99,7 @@ def area(truth: Tensor, scores: Tensor) -> float | None:
     """The area under the ROC curve: the share of pairs in which the positive has the larger score, ties by half
     (Mann and Whitney 1947). None without positives or negatives."""
     _, places, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    # Mean ranks of equal scores, from 1. Those of P positives among themselves, P (P + 1) / 2, are no pairs.
     ranks = (counts.cumsum(0) - (counts - 1) / 2)[places].double()
     positives = int(truth.sum())
     pairs = positives * (len(truth) - positives)
