@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             keep(flags.keep, row)
         print(f"== {row.title}{suffix}")
         for check, (status, seen) in row.results.items():
-            print(f"{status:<12} {check}" + (f": {seen}" if seen else ""), flush=True)
+            wrong = f" ({CHECKS[check].wrong})" if status in ("failed", "error", "hung") else ""
+            print(f"{status:<12} {check}" + (f": {seen}" if seen else "") + wrong, flush=True)
         for note in row.notes:
             print(f"left changed: {note}")
     for page in flags.write or ():

@@ -112,19 +112,17 @@ def _pairs(rows: Mapping[str, Row], suffix: str = "") -> Iterator[tuple[str, lis
         yield name, [rows[key] for key in (f"{name}{suffix}", f"{name}+{suffix}") if key in rows]
 
 
-def _lines(names: Iterable[str], pairs: Sequence[Sequence[Row]], *, says_wrong: bool = True) -> list[str]:
+def _lines(names: Iterable[str], pairs: Sequence[Sequence[Row]]) -> list[str]:
     """A row per check; one with fused optimizers joins the row of its twin where all marks are the same."""
     marks = {
         name: " | ".join(" / ".join(dict.fromkeys(MARKS[row.status(name)] for row in pair)) or "-" for pair in pairs)
         for name in names
     }
     joined = {f"{name}, fused" for name in marks if marks[name] == marks.get(f"{name}, fused")}
-    return [
-        f"| [{name}](BEHAVIOURS.md#{CHECKS[name].trap}){', fused or not' if f'{name}, fused' in joined else ''}"
-        f"{f': {CHECKS[name].wrong}' * says_wrong} | {shown} |"
-        for name, shown in marks.items()
-        if name not in joined
-    ]
+    shown = {
+        name: f"{name}, fused or not" if f"{name}, fused" in joined else name for name in marks if name not in joined
+    }
+    return [f"| [{text}](BEHAVIOURS.md#{CHECKS[name].trap}) | {marks[name]} |" for name, text in shown.items()]
 
 
 def _total(pairs: Iterable[Sequence[Row]]) -> str:
@@ -139,11 +137,11 @@ def table(rows: Mapping[str, Row]) -> str:
     every = [row for pair in pairs for row in pair]
     last = max(every, key=lambda row: row.ran_on[-1])
     seeds = " and ".join(map(str, dict.fromkeys(seed for row in every for seed in row.seeds)))
-    heads = [f" | {' | '.join(pair[0].title for pair in pairs)} |", "| --- |" + " --- |" * len(pairs)]
+    heads = [f"| check | {' | '.join(pair[0].title for pair in pairs)} |", "| --- |" + " --- |" * len(pairs)]
     lines = [f"{', '.join(last.ran_on)}; of seeds {seeds} the worse one. `no / yes`: without and with the plugin.", ""]
     lines += [f"`{REPRODUCE}` runs one check; the names of trainers are {', '.join(alone)}, with `+` protected.", ""]
     bad = [name for name in CHECKS if any(name in row.failed for row in every)]
-    lines += [f"| check: what a failure does{heads[0]}", heads[1], *_lines(bad, pairs), _total(pairs), ""]
+    lines += [*heads, *_lines(bad, pairs), _total(pairs), ""]
     lines += [f"The other {len(CHECKS) - len(bad)} checks are passed by every trainer that offers them."]
     if others := [row for pair in whole.values() for row in pair]:
 
@@ -154,9 +152,8 @@ def table(rows: Mapping[str, Row]) -> str:
         differ = [
             name for name in CHECKS if any(r.status(name) not in ("not offered", as_above(r, name)) for r in others)
         ]
-        lines += ["", "With fused optimizers in every check; those that come out otherwise than above:", ""]
-        lines += [f"| check{heads[0]}", heads[1], *_lines(differ, list(whole.values()), says_wrong=False)]
-        lines += [_total(whole.values())]
+        lines += ["", "With fused optimizers in every check; those that come out otherwise than above:", "", *heads]
+        lines += [*_lines(differ, list(whole.values())), _total(whole.values())]
     return "\n".join(lines)
 
 
