@@ -208,7 +208,7 @@ class Amp:
         for observer in self.observers:
             observer.on_loss(loss)
         is_plain = loss.dtype is torch.float32 and type(loss) is Tensor and loss.device == self._zero.device
-        # In fp32 a float64 loss above 3.4e38 would be infinite, so of others only whether they are finite is summed.
+        # Losses of other dtypes count as 0 or NaN: a finite float64 loss may be infinite in fp32.
         added = loss.data if is_plain else zero_or_nan(loss.data, self._zero)  # not its graph
         before, window.is_stepping = None if window.is_stepping else window.loss, False
         for probe in self._probes if before is not None else ():
@@ -385,7 +385,7 @@ class Amp:
             if self.attempts is not None and self.attempts.settle(self, overflow, len(window.outcomes)):
                 return
             self.scaler.update(overflow)
-            # Both counts are views of `_skips`. Times 0, a window without a skipped step, the second starts anew.
+            # Both counts are views of `_skips`. In a window without a skip the second is multiplied by 0.
             self._skips.add_(skipped)
             self.num_consecutive_skips.mul_(skipped)
 
