@@ -11,18 +11,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
-    from amp_core.config.schema import AmpConfig
-    from amp_core.doctor.diagnosis import Diagnosis
-    from amp_core.doctor.locate import Doctor
-    from amp_core.lowp.islands import carry_autocast, keep_fp32
-    from amp_core.lowp.weights import master_params
-    from amp_core.step.amp import Amp
-    from amp_core.step.clip import Clip
-    from amp_core.step.ema import Ema
-    from amp_core.step.report import StepReport
-    from amp_core.step.schedule import Schedule
-    from amp_core.step.window import MicroBatch, sync_grads, windows
+    from amp_core.checkpoints.checkpoint import Checkpoint as Checkpoint
+    from amp_core.checkpoints.checkpoint import Loaded as Loaded
+    from amp_core.config.schema import AmpConfig as AmpConfig
+    from amp_core.doctor.diagnosis import Diagnosis as Diagnosis
+    from amp_core.doctor.locate import Doctor as Doctor
+    from amp_core.lowp.islands import carry_autocast as carry_autocast
+    from amp_core.lowp.islands import keep_fp32 as keep_fp32
+    from amp_core.lowp.masters import master_params as master_params
+    from amp_core.step.amp import Amp as Amp
+    from amp_core.step.clip import Clip as Clip
+    from amp_core.step.ema import Ema as Ema
+    from amp_core.step.report import StepReport as StepReport
+    from amp_core.step.schedule import Schedule as Schedule
+    from amp_core.step.window import MicroBatch as MicroBatch
+    from amp_core.step.window import sync_grads as sync_grads
+    from amp_core.step.window import windows as windows
 
 __version__ = "0.2.0"
 
@@ -41,28 +45,11 @@ _HOME = {
     "carry_autocast": "lowp.islands",
     "keep_fp32": "lowp.islands",
     "sync_grads": "step.window",
-    "master_params": "lowp.weights",
+    "master_params": "lowp.masters",
     "windows": "step.window",
 }
 
-__all__ = [
-    "Amp",
-    "AmpConfig",
-    "Checkpoint",
-    "Clip",
-    "Diagnosis",
-    "Doctor",
-    "Ema",
-    "Loaded",
-    "MicroBatch",
-    "Schedule",
-    "StepReport",
-    "carry_autocast",
-    "keep_fp32",
-    "master_params",
-    "sync_grads",
-    "windows",
-]
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -63,9 +63,8 @@ def is_sharded(net: nn.Module) -> bool:
 
 def has_16bit(nets: Sequence[tuple[str, nn.Module]]) -> bool:
     """Whether weights are stored or gathered in 16 bits, as of a frozen base: such networks need autocast."""
-    gathered = (net in plans and plans[net].dtype is not None for _, net in nets)
-    low = (torch.float16, torch.bfloat16)
-    return any(gathered) or any(p.dtype in low for _, net in nets for p in net.parameters())
+    gathered = any(net in plans and plans[net].dtype is not None for _, net in nets)
+    return gathered or any(p.dtype in HALF for _, net in nets for p in net.parameters())
 
 
 def tensors_of(net: nn.Module) -> list[Tensor]:
@@ -142,10 +141,11 @@ class Slice:
 
 def dtensor_like(value: Any, live: Any) -> Any:
     """This rank's shard of `value` (full, or a `Slice`), laid out like `live` if that is a DTensor; else `value`."""
-    if isinstance(value, Slice) and is_dtensor(live) and value.shape == tuple(live.shape):
-        return from_local(value.tensor.detach().to(live.device), live)
-    if not is_dtensor(live) or not isinstance(value, Tensor) or is_dtensor(value) or value.shape != live.shape:
+    is_other = not isinstance(value, Tensor | Slice) or is_dtensor(value)
+    if is_other or not is_dtensor(live) or tuple(value.shape) != tuple(live.shape):
         return value
+    if isinstance(value, Slice):
+        return from_local(value.tensor.detach().to(live.device), live)
     from torch.distributed.tensor import distribute_tensor
 
     # Not from rank 0: every rank has read the same file.
@@ -258,10 +258,8 @@ def step_on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     TypeError: the optimizer is known to look at whole matrices.
     """
-    with contextlib.ExitStack() as views:
-        views.enter_context(_on_plain_tensors(optimizer))
-        if (layout := state_layout(optimizer)) is not None:
-            views.enter_context(layout.view(optimizer))
+    layout = state_layout(optimizer)
+    with _on_plain_tensors(optimizer), contextlib.nullcontext() if layout is None else layout.view(optimizer):
         yield
 
 
@@ -334,6 +332,7 @@ _HAS_DISTRIBUTED = dist.is_available()
 # One function: torch 2.13 renamed it and deprecates the old name. Builds without torch.distributed have neither.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
+HALF = (torch.float16, torch.bfloat16)
 UNTESTED_DEVICES = ("mps", "xpu")
 """Accelerators that are tested with fake tensors only."""
 

@@ -7,7 +7,9 @@ compares `NAMES` with the sources, and runs what uses a name with that name remo
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import logging
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -26,113 +28,74 @@ _OWN_STEP = "the optimizer's own step, with the same results and more Python"
 _NO_DOCTOR = "doctor=off; scripts/doctor.py is refused"
 _NO_POLICY = "amp.op_policy=cuda is refused"
 _NO_COMPILE = "perf.compile is refused"
+_NO_ABORT = "destroy_process_group, which may wait for a lost rank until layout.timeout_minutes"
+_UNORDERED = "with three or more ranks a resumed run may differ by rounding"
+_HAS_UNITS, _RESHARDS = "taken to have them, without a warning", "reshard() of all modules"
 _ITERATOR = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 
 _ROWS = (
     # Steps.
     ("torch._foreach_sub torch._foreach_sub_", "averages of weights", _LOOP),
     ("torch._foreach_clamp_max_ torch._foreach_clamp_min_", "clipping by value", _LOOP),
-    ("torch._foreach_copy_", "copies between lists of tensors", _LOOP),
-    ("torch._foreach_mul_", "products of a list of tensors with one number", _LOOP),
+    ("torch._foreach_copy_ torch._foreach_mul_", "copies and products of lists of tensors", _LOOP),
     ("torch._foreach_norm", "the gradient norm", _LOOP),
     ("torch._amp_update_scale_", "moves the loss scale", "torch.where, with the same results"),
     ("torch._fused_adam_ torch._fused_adamw_ torch._fused_sgd_", "a step of a fused optimizer", _OWN_STEP),
-    (
-        "torch.optim.optimizer._global_optimizer_post_hooks torch.optim.optimizer._global_optimizer_pre_hooks "
-        "torch.optim.Optimizer._optimizer_step_post_hooks torch.optim.Optimizer._optimizer_step_pre_hooks",
-        "whether hooks wait for a step",
-        _OWN_STEP,
-    ),
+    ("torch.optim.optimizer._global_optimizer_post_hooks", "hooks of a step", _OWN_STEP),
+    ("torch.optim.optimizer._global_optimizer_pre_hooks", "hooks of a step", _OWN_STEP),
+    ("torch.optim.Optimizer._optimizer_step_post_hooks", "hooks of a step", _OWN_STEP),
+    ("torch.optim.Optimizer._optimizer_step_pre_hooks", "hooks of a step", _OWN_STEP),
     ("torch.optim.Optimizer.profile_hook_step", "a step that does not import torch's compiler", _OWN_STEP),
     ("torch.autograd.profiler._is_profiler_enabled", "whether a profiler looks", "each step enters its scope"),
-    (
-        "torch.autograd.graph._engine_run_backward",
-        "a backward pass that does not import sympy",
-        "torch.autograd.backward, half a second later in the first step",
-    ),
+    ("torch.autograd.graph._engine_run_backward", "a backward pass without sympy", "half a second in the first step"),
     (
         "torch.Tensor._version",
         "whether a tensor was written into",
         "perf.recast_weights has no effect, 16-bit networks round the outputs of islands and lose what a program "
         "writes into their weights, and a backward pass into unscaled or summed gradients goes unnoticed",
     ),
-    (
-        "torch.Tensor._base",
-        "the tensor of a view",
-        "perf.recast_weights keeps copies that are used through a view, and estimates count them as activations",
-    ),
+    ("torch.Tensor._base", "the tensor of a view", "perf.recast_weights and estimates of memory miss views of copies"),
     # Parts of a network.
     ("torch.nn.Module._buffers", "running statistics of a skipped step", "named_buffers and setattr, with more Python"),
     ("torch.nn.Module._non_persistent_buffers_set", "which buffers are state", "the keys of state_dict()"),
     ("torch.nn.modules.batchnorm._NormBase", "norms that keep fp32 weights", "the norms of torch.nn alone"),
     ("torch._dynamo.OptimizedModule._orig_mod", "the network in torch.compile(net)", "it is not unwrapped"),
     # Layouts and data.
-    (
-        "torch.distributed.Reducer._push_all_rebuilt_params torch.distributed.Reducer._rebuild_buckets",
-        "one order of sums from the first step on",
-        "with three or more ranks a resumed run may differ by rounding",
-    ),
-    (
-        "torch.distributed.distributed_c10d._abort_process_group",
-        "ends NCCL after an error",
-        "destroy_process_group, which may wait for a lost rank until layout.timeout_minutes",
-    ),
-    (
-        "torch.distributed.fsdp.FSDPModule._get_fsdp_state torch.distributed.fsdp.FSDPState._modules_to_run_forward",
-        "frees weights after an evaluation",
-        "reshard() of all modules",
-    ),
+    ("torch.distributed.Reducer._push_all_rebuilt_params", "one order of sums from the first step on", _UNORDERED),
+    ("torch.distributed.Reducer._rebuild_buckets", "one order of sums from the first step on", _UNORDERED),
+    ("torch.distributed.distributed_c10d._abort_process_group", "ends NCCL after an error", _NO_ABORT),
+    ("torch.distributed.fsdp.FSDPModule._get_fsdp_state", "frees weights after an evaluation", _RESHARDS),
+    ("torch.distributed.fsdp.FSDPState._modules_to_run_forward", "frees weights after an evaluation", _RESHARDS),
     (f"{_ITERATOR}._workers", "names a worker that died", "it is not named"),
     (f"{_ITERATOR}._shutdown_workers", "ends workers at once", "they end with the loader"),
     ("torch.utils._pytree", "the tensors of a window", "perf.graph has no effect"),
     # The doctor and its forecasts.
     ("torch.utils._python_dispatch.TorchDispatchMode", "sees every operation", _NO_DOCTOR),
     ("torch._C._current_autograd_node", "tells forward from backward operations", _NO_DOCTOR),
-    (
-        "torch._C._autograd._get_sequence_nr torch.autograd.graph.Node._sequence_nr",
-        "which operation a gradient belongs to",
-        _NO_DOCTOR,
-    ),
+    ("torch._C._autograd._get_sequence_nr torch.autograd.graph.Node._sequence_nr", "origins of gradients", _NO_DOCTOR),
     ("torch.ops.aten.add.Tensor._schema", "names of arguments", f"{_NO_DOCTOR}; {_NO_POLICY}"),
     ("torch.UntypedStorage._cdata", "whether tensors share memory", "data_ptr(); estimates on meta are too high"),
     # CUDA's choice of dtypes on a CPU.
     ("torch._C._dispatch_has_kernel_for_dispatch_key", "which operators autocast knows", _NO_POLICY),
     ("torch._C._dispatch_get_all_op_names", "which operators autocast knows", _NO_POLICY),
-    (
-        "torch._C._ExcludeDispatchKeyGuard torch._C.DispatchKeySet torch._C.DispatchKey",
-        "kernels beneath autocast",
-        _NO_POLICY,
-    ),
+    ("torch._C._ExcludeDispatchKeyGuard", "kernels beneath autocast", _NO_POLICY),
+    ("torch._C.DispatchKeySet torch._C.DispatchKey", "kernels beneath autocast", _NO_POLICY),
     ("torch._C._are_functorch_transforms_active", "whether a cast may be kept", _NO_POLICY),
-    (
-        "torch.library.Library._destroy",
-        "gives torch's kernels back",
-        f"{_NO_POLICY}, and fp16 convolutions on a CPU run by torch's own kernels",
-    ),
+    ("torch.library.Library._destroy", "restores torch's kernels", f"{_NO_POLICY}; fp16 on a CPU is slow"),
     ("torch._subclasses.fake_tensor.FakeTensorMode", "what CUDA casts, without a GPU", "no table of operators"),
     # 16 and 8 bits.
     ("torch._scaled_mm", "float8 products", "emulated"),
     ("torch.ops.aten._unsafe_view", "outputs that are no views, of which fully_shard warns", "copies of them"),
-    (
-        "torch.Tensor._make_wrapper_subclass",
-        "shards that are held in 16 bits",
-        "layout=fsdp refuses other amp.update than master",
-    ),
-    (
-        "torch.ops.mkldnn._is_mkldnn_bf16_supported torch.ops.mkldnn._is_mkldnn_fp16_supported",
-        "whether a CPU has 16-bit units",
-        "taken to have them, without a warning",
-    ),
+    ("torch.Tensor._make_wrapper_subclass", "16-bit shards", "layout=fsdp refuses other amp.update than master"),
+    ("torch.ops.mkldnn._is_mkldnn_bf16_supported", "whether a CPU has bfloat16 units", _HAS_UNITS),
+    ("torch.ops.mkldnn._is_mkldnn_fp16_supported", "whether a CPU has float16 units", _HAS_UNITS),
     # torch.compile.
     ("__dynamo_disable", "an optimizer that does not import the compiler", "it does: a run starts a second later"),
     ("torch._dynamo", "limits and exceptions of the tracer; backends by name", _NO_COMPILE),
     ("torch._functorch.config", "backward passes outside of autocast", _NO_COMPILE),
     ("torch._inductor.config", "random numbers of eager code", _NO_COMPILE),
-    (
-        "torch._inductor.cpp_builder.get_cpp_compiler torch._inductor.exc.InvalidCxxCompiler",
-        "whether there is a C++ compiler",
-        "the first graph tells",
-    ),
+    ("torch._inductor.cpp_builder.get_cpp_compiler", "whether there is a C++ compiler", "the first graph tells"),
+    ("torch._inductor.exc.InvalidCxxCompiler", "whether there is a C++ compiler", "the first graph tells"),
     ("torch._inductor.runtime.cache_dir_utils.cache_dir", "the folder of compiled code", "it is not named"),
     # Tools.
     ("torch.ops.aten._to_copy torch.ops.aten._local_scalar_dense", "scripts/bench.py counts", "scripts/bench.py fails"),
@@ -171,7 +134,7 @@ def need(feature: str, *names: str) -> None:
 def log_missing() -> None:
     """Log the names missing so far, and later ones when they are looked up. Called once the log is open."""
     global _told
-    _told = set() if _told is None else _told
+    _told = _told or set()
     for name in [name for name in _missing if name not in _told]:
         _told.add(name)
         logger.info("torch %s has no %s (%s): %s", torch.__version__, name, *NAMES[name])
@@ -182,16 +145,11 @@ def _look_up(name: str) -> tuple[bool, Any]:
     if name not in NAMES:
         raise KeyError(name)
     owner, _, last = name.rpartition(".")
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         return True, pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
-        pass
-    try:
-        cls = pkgutil.resolve_name(owner)
-        if isinstance(cls, type) and last in cls.__annotations__:  # of its instances
+    with contextlib.suppress(ImportError, AttributeError):
+        if last in pkgutil.resolve_name(owner).__annotations__:  # of its instances
             return True, None
-    except (ImportError, AttributeError):
-        pass
     _missing[name] = None
     if _told is not None:
         log_missing()
@@ -204,10 +162,9 @@ def _look_up(name: str) -> tuple[bool, Any]:
 def _each(method: Callable[..., Any]) -> Callable[..., list[Any]]:
     """What `torch._foreach_*` does, by a method of tensors: the second argument is a list, or the same for all."""
 
-    def run(tensors: Sequence[Tensor], other: Any = None) -> list[Any]:
-        if isinstance(other, list | tuple):
-            return [method(*pair) for pair in zip(tensors, other, strict=True)]
-        return [method(tensor) if other is None else method(tensor, other) for tensor in tensors]
+    def run(tensors: Sequence[Tensor], *other: Any) -> list[Any]:
+        columns = [each if isinstance(each, list | tuple) else itertools.repeat(each) for each in other]
+        return [method(*row) for row in zip(tensors, *columns, strict=False)]
 
     return run
 
@@ -274,10 +231,5 @@ def storage_of(tensor: Tensor) -> int:
 
 def cpu_has(dtype: str) -> bool:
     """Whether this CPU has fast units for `float16` or `bfloat16`: what torch's own convolutions ask."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    ask = {
-        "float16": "torch.ops.mkldnn._is_mkldnn_fp16_supported",
-        "bfloat16": "torch.ops.mkldnn._is_mkldnn_bf16_supported",
-    }
-    return bool(find(ask[dtype], lambda: True)())
+    name = {"float16": "_is_mkldnn_fp16_supported", "bfloat16": "_is_mkldnn_bf16_supported"}[dtype]
+    return torch.backends.mkldnn.is_available() and bool(find(f"torch.ops.mkldnn.{name}", lambda: True)())

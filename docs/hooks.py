@@ -35,6 +35,7 @@ STEP = [
         "step.window",
         "step.clip",
         "lowp.islands",
+        "lowp.masters",
         "lowp.weights",
         "step.schedule",
         "step.ema",

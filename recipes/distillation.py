@@ -34,7 +34,7 @@ from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config, RecipeConfig, expected
-from amp_core.lowp.weights import fp32_copy
+from amp_core.lowp.masters import fp32_copy
 from amp_core.models import check_model
 from amp_core.models.images import CLASSIFIERS, top_class
 from amp_core.run.recipe import Environment, Loop, build_data, build_ema, build_model, build_optimizer, build_schedule

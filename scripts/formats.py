@@ -108,7 +108,7 @@ def show_policies(steps: int = 20_000) -> None:
         print(f"| {name} | {skipped * per:.1f} | {passes * per:.1f} | {lost / steps:.2f} |")
 
 
-UPDATES = ("master", "kahan", "remainder", "nearest")
+UPDATES = ("master", "remainder", "nearest")
 MODES = [*choices("amp"), *(f"bf16_pure amp.update={update}" for update in UPDATES)]
 LAYOUTS = ("single", "ddp", "fsdp", "hsdp", "data_parallel", "model_parallel")
 

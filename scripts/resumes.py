@@ -27,7 +27,7 @@ from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.checkpoints.parts import gather_full_state
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, shard_for
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.models.gpt import GPT
 from amp_core.step.amp import Amp
 

@@ -67,22 +67,19 @@ class Checkpoint:
     Args:
         folder: where the `step_*` folders are; made by the first save.
         keep: how many of the newest to keep, besides the best.
-        writer: false for ranks above 0: they make and remove no folders. In format `single` they write nothing: `save`
-            collects the states of the parts, which may be collective. A writer removes here what dead processes left.
+        writer: false for ranks above 0, which make and remove no folders, and in format `single` write nothing; their
+            `save` may be collective all the same. A writer removes here what dead processes left.
         format: `single`: one file, written by rank 0, on which sharded tensors are gathered. `sharded`: each rank
             writes its shards, and all ranks must see the same folder.
         background: `save` returns when everything was copied to host memory (a second copy of the state, kept for the
-            next save), and a thread does the rest; see `prepare` and `wait`. Copies from a GPU are ordered before what
-            training does next there, and not waited for.
+            next save), and a thread does the rest. Copies from a GPU are not waited for.
         group: of all ranks, for tensors in host memory (gloo), in the same order as by default. With it all ranks agree
             on what is loaded, and `load`, `newest_before` and, if `sharded`, `save` are collective. Nothing else may
-            use it with `background`. Default: none if `single`, where every rank finds out by itself; a new one if
-            `sharded` on several ranks, which makes this collective.
+            use it with `background`. Default: none if `single`; a new one if `sharded` on several ranks (collective).
         guard: called before anything is written; what it raises ends the save.
         parts: name -> a `Part`; None is left out.
 
-    Raises:
-        ValueError: a reserved name, something that is not a part, another format, or `keep` below 1.
+    ValueError: a reserved name, something that is not a part, another format, or `keep` below 1.
     """
 
     def __init__(
@@ -155,9 +152,6 @@ class Checkpoint:
             best: (name of a metric, "max" or "min"): also keep the checkpoint whose manifest has the best value. Pass
                 it at every save, or that checkpoint is rotated out like others.
 
-        Returns:
-            The step folder.
-
         Raises:
             SaveError: it cannot be written, or with `background` the one before could not. Earlier checkpoints are
                 intact. In format `sharded` all ranks raise it.
@@ -203,8 +197,8 @@ class Checkpoint:
     def prepare(self) -> None:
         """Makes the memory for the copies of the first save in the background, in the thread: new memory is slow.
 
-        To be called once the optimizers have their states, after the first step. What has to be gathered is left to the
-        first save. Does nothing without `background`. Does not wait for the device.
+        Call it once the optimizers have their states. What has to be gathered is left to the first save. Does nothing
+        without `background`.
         """
         is_sharded = self.format == "sharded"
         if self._writer is None or self._copies is None or not (self.writer or is_sharded):
@@ -215,7 +209,7 @@ class Checkpoint:
             from amp_core.checkpoints import sharded
 
             _, mine, rest = sharded.assign_shards(here, states, self._ranks.rank, self._ranks.num)
-            states = {"": [own.tensor for own in mine]} | (rest if self.writer else {})
+            states = {"": [tensor for *_, tensor in mine]} | (rest if self.writer else {})
         wanted: dict[Any, Tensor] = {}
         for tensor in plain_state.all_tensors(states):
             if is_dtensor(tensor):  # the full tensor is copied
@@ -225,10 +219,7 @@ class Checkpoint:
         self._preparation = self._writer.submit(self._copies.prepare, list(wanted.values()))
 
     def wait(self) -> None:
-        """Waits for a background `save`; a no-op without one.
-
-        To be called at the end, on every rank: only this and the next `save` raise SaveError if it was not written.
-        """
+        """Waits for a background `save`. At the end, on every rank: only this and the next `save` raise SaveError."""
         task, self._task = self._task, None
         if task is not None:
             task.result()
@@ -267,9 +258,8 @@ class Checkpoint:
             entries, mine, rest = sharded.assign_shards(self.parts, states, ranks.rank, ranks.num)
             if self.writer:
                 contents = {**DEFAULTS, **rest, **facts, "sharded": len(entries)}
-            contents, tensors = self._on_host(contents, [own.tensor for own in mine])
-            for own, tensor in zip(mine, tensors, strict=True):
-                own.tensor = tensor
+            contents, tensors = self._on_host(contents, [tensor for *_, tensor in mine])
+            mine = [(number, shard, tensor) for (number, shard, _), tensor in zip(mine, tensors, strict=True)]
         except Exception as error:
             # Raised in `write`, on all ranks: a rank that leaves now would not be there when the others agree.
             problem = error
@@ -297,7 +287,6 @@ class Checkpoint:
         if self._preparation is not None:
             self._preparation.exception()  # without memory the copies will say so
             self._preparation = None
-        self._copies.begin()
         copied = plain_state.to_plain(contents, to_host=self._copies.copy), list(map(self._copies.copy, shards))
         self._copies.end()
         return copied
@@ -322,7 +311,7 @@ class Checkpoint:
         of its groups that are no arguments of its constructor. The settings of its groups stay, with a note for each
         that differs, except those that the saved run changed after its `Checkpoint` was made, and, with a torch
         scheduler among the parts, `lr`, `momentum` and `betas`. A `Schedule` sets its rates itself. Tensors that
-        hold learning rates are written in place. Copies to the device.
+        hold learning rates are written in place.
 
         A part that the file lacks is an error, but an `AveragedPart` starts from the weights that were loaded, and a
         scaler gets `{}` (a fresh scale). A part of the file that is not here is ignored with a note. Waits for a save
@@ -331,11 +320,8 @@ class Checkpoint:
         Args:
             path: a step folder, a `state.pt`, a folder of checkpoints, or a run folder. Default: the own folder.
 
-        Returns:
-            None when no path was given and there is no checkpoint at all, neither sound nor damaged.
-
-        Raises:
-            CheckpointError: none is sound, it is refused, or it is of another model; nothing was changed.
+        Returns None when no path was given and there is no checkpoint at all, neither sound nor damaged.
+        CheckpointError: none is sound, it is refused, or it is of another model; nothing was changed.
         """
         self._join()
         find = reading.find_checkpoint if path is None else reading.must_find_checkpoint

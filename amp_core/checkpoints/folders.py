@@ -72,9 +72,8 @@ def inspect(folder: Path) -> dict[str, Any]:
         if manifest["format"] > FORMAT:
             raise CheckpointError(f"{folder} has format {manifest['format']}, newer than {FORMAT}: update this project")
         step, files = manifest["step"], manifest["files"]
-        if type(step) is not int or step < 0 or STATE not in files:
-            raise TypeError
-        if any(value is not None and type(value) is not float for value in manifest["metrics"].values()):
+        are_numbers = all(value is None or type(value) is float for value in manifest["metrics"].values())
+        if type(step) is not int or step < 0 or STATE not in files or not are_numbers:
             raise TypeError
         if STEP_FOLDER.fullmatch(folder.name) and folder.name != f"step_{step:08d}":
             raise CorruptFile(f"it is of step {step}")
@@ -218,18 +217,17 @@ def remove_old(
     for step, path in paths.items():
         with contextlib.suppress(CorruptFile, CheckpointError):
             metrics[step] = inspect(path)["metrics"]
-    damaged: set[int] = set()
+    sound: dict[int, bool] = {}
 
     def is_sound(step: int) -> bool:
-        if step not in damaged and not verify(paths[step]):
-            damaged.add(step)
-        return step not in damaged
+        sound[step] = sound.get(step, True) and verify(paths[step])
+        return sound[step]
 
     # Those that stay are verified before others go: a damaged newest one must not cost the last sound one.
     if len(metrics) > keep:
         newest = itertools.islice(filter(is_sound, sorted(metrics, reverse=True)), keep)
         kept = {current, *newest, *itertools.islice(filter(is_sound, ranking(metrics, best)), 1)}
-        for step in sorted(metrics.keys() - kept - damaged):
+        for step in sorted(step for step in metrics.keys() - kept if sound.get(step, True)):
             remove(set_aside(paths[step]))
 
 

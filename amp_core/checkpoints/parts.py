@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_core.checkpoints.plain_state import mapped
 from amp_core.checkpoints.shards import Entry, Span, StatePath, Want, want_all
-from amp_core.lowp.weights import weights_by_side
+from amp_core.lowp.masters import weights_by_side
 from amp_core.step.schedule import Schedule, is_scheduled
 from amp_core.tensors import (
     dtensor_like,
@@ -169,14 +170,14 @@ def gather_full_state(value: Any, *, keep: bool = True) -> Any:
 
     Without `keep`, on ranks that need no result, they are replaced by None.
     """
-    if is_dtensor(value):
-        full = full_tensor(value)  # one at a time: the device holds a single full tensor
+
+    def gather(leaf: Any) -> Any:
+        if not is_dtensor(leaf):
+            return leaf
+        full = full_tensor(leaf)  # one at a time: the device holds a single full tensor
         return full.cpu() if keep else None
-    if isinstance(value, dict):
-        return {key: gather_full_state(item, keep=keep) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(gather_full_state(item, keep=keep) for item in value)
-    return value
+
+    return mapped(value, gather)
 
 
 def local_state(part: Part) -> Mapping[str, Any]:
@@ -293,7 +294,8 @@ def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
 
     `states` are those of the file, without tensors. ValueError: the part has no such tensor, or one of another shape.
     """
-    known: dict[str, Callable[[StatePath], Tensor | None]] = {}
+    # Once per part: to name the tensors of a network walks over all its modules.
+    lookup = functools.cache(lambda name: _lookup(parts[name], states[name]))
 
     def want(entry: Entry) -> tuple[Span, bool] | None:
         name, path = str(entry.paths[0][0]), entry.paths[0][1:]
@@ -302,10 +304,7 @@ def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
         part = parts[name]
         if isinstance(part, ShardedPart):
             return (0, *part.span(path, entry.shape)), True
-        # Once per part: to name the tensors of a network walks over all its modules.
-        if name not in known:
-            known[name] = _lookup(part, states[name])
-        live = known[name](path)
+        live = lookup(name)(path)
         if live is None or tuple(live.shape) != entry.shape:
             here = "nothing" if live is None else str(tuple(live.shape))
             raise ValueError(f"{entry.name} is {entry.shape} there and {here} here")
@@ -435,21 +434,14 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def is_followed(optimizer: Optimizer, part: Part) -> bool:
-    """Whether a part is a torch scheduler (not a `Schedule`) of this optimizer."""
-    other = getattr(part, "optimizer", None)
-    if not isinstance(other, Optimizer) or isinstance(part, Schedule | Optimizer):
-        return False
-    return owner_of_groups(other) is owner_of_groups(optimizer)
-
-
 def taken_settings(part: Part, state: Mapping[str, Any], others: Iterable[Part]) -> Mapping[str, Any]:
     """The state of an optimizer to load: if a torch scheduler is a part, too, `moved` also names what it sets."""
-    if not isinstance(part, Optimizer) or not any(is_followed(part, other) for other in others):
+    schedulers = [other for other in others if not isinstance(other, Schedule | Optimizer)]
+    followed = [other.optimizer for other in schedulers if isinstance(getattr(other, "optimizer", None), Optimizer)]  # type: ignore[attr-defined]
+    if not isinstance(part, Optimizer) or owner_of_groups(part) not in map(owner_of_groups, followed):
         return state
     moved = itertools.chain(state.get("moved", ()), itertools.repeat([]))
-    followed = ["lr", "momentum", "betas"]
-    return {**state, "moved": [[*next(moved), *followed] for _ in state.get("param_groups", ())]}
+    return {**state, "moved": [[*next(moved), "lr", "momentum", "betas"] for _ in state.get("param_groups", ())]}
 
 
 def all_settings(state: dict[str, Any]) -> dict[str, Any]:
@@ -492,8 +484,7 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     Fused kernels on a CPU pair weights and moments by memory order: if perf.channels_last is switched at a resume, each
     weight would get another's moments. Those on a GPU raise.
     """
-    if not isinstance(value, Tensor) or is_dtensor(parameter) or value.shape != parameter.shape:
-        return value
-    if value.stride() == parameter.stride():
+    is_other = not isinstance(value, Tensor) or is_dtensor(parameter) or value.shape != parameter.shape
+    if is_other or value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

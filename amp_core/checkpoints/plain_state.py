@@ -6,7 +6,6 @@ import io
 import pickletools
 import re
 import zipfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -246,70 +245,72 @@ def is_same(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def all_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple | Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from all_tensors(item)
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A nested state with `change` applied to what is no container."""
+    if isinstance(value, Mapping):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return type(value)(mapped(item, change) for item in value) if type(value) in (list, tuple) else change(value)
+
+
+def all_tensors(value: Any) -> list[Tensor]:
+    found: list[Any] = []
+    mapped(value, found.append)
+    return [each for each in found if isinstance(each, Tensor)]
 
 
 def copied(value: Any) -> Any:
     """A nested state with copies in host memory in place of its tensors, and of what a DTensor has on this rank."""
-    if is_dtensor(value):
-        value = slice_of(value)
-    if isinstance(value, Slice):
-        return replace(value, tensor=copied(value.tensor))
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+
+    def copy(leaf: Any) -> Any:
+        leaf = slice_of(leaf) if is_dtensor(leaf) else leaf
+        if isinstance(leaf, Slice):
+            return replace(leaf, tensor=copy(leaf.tensor))
+        return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
+    return mapped(value, copy)
 
 
 class Copies:
     """Host memory for copies of tensors, reused by the next save; pinned for copies from a GPU."""
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []  # in the order of their use
-        self._free: dict[Any, deque[Tensor]] = {}
+        self._free: dict[Any, list[Tensor]] = {}  # by kind
+        self._used: list[tuple[Any, Tensor]] = []
         self._devices: set[torch.device] = set()
-        self._on_their_way: list[torch.cuda.Event] = []
+        self._pending: list[torch.cuda.Event] = []
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
         """Allocate and touch memory for copies of such tensors, which may be on the device meta."""
-        self._buffers += [_host_memory(tensor).zero_() for tensor in tensors]
-
-    def begin(self) -> None:
-        buffers, self._buffers = self._buffers, []
-        for buffer in buffers:
-            self._free.setdefault(_kind(buffer, buffer.is_pinned()), deque()).append(buffer)
+        for tensor in tensors:
+            self._free.setdefault(_kind(tensor), []).append(_host_memory(tensor).zero_())
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy that is complete after `wait`."""
-        free = self._free.get(_kind(tensor, tensor.is_cuda))
-        buffer = free.popleft() if free else _host_memory(tensor)
-        self._buffers.append(buffer.copy_(tensor, non_blocking=tensor.is_cuda))
+        free = self._free.get(_kind(tensor))
+        buffer = free.pop() if free else _host_memory(tensor)
+        self._used.append((_kind(tensor), buffer.copy_(tensor, non_blocking=tensor.is_cuda)))
         if tensor.is_cuda:
             self._devices.add(tensor.device)
         return buffer
 
     def end(self) -> None:
         """From here on work queued on their device may change the tensors. Frees buffers that nothing used."""
-        self._free.clear()
+        self._free = {}
+        for kind, buffer in self._used:
+            self._free.setdefault(kind, []).append(buffer)
         for device in self._devices:
-            self._on_their_way.append(torch.cuda.Event(blocking=True))
-            self._on_their_way[-1].record(torch.cuda.current_stream(device))
-        self._devices.clear()
+            self._pending.append(torch.cuda.Event(blocking=True))
+            self._pending[-1].record(torch.cuda.current_stream(device))
+        self._used, self._devices = [], set()
 
     def wait(self) -> None:
         """Wait for pending copies."""
-        while self._on_their_way:
-            self._on_their_way.pop().synchronize()
+        while self._pending:
+            self._pending.pop().synchronize()
 
 
-def _kind(tensor: Tensor, pinned: bool) -> Any:
-    return tensor.dtype, tensor.shape, tensor.stride(), pinned
+def _kind(tensor: Tensor) -> Any:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda
 
 
 def _host_memory(tensor: Tensor) -> Tensor:

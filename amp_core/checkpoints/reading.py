@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -104,18 +105,14 @@ class NoCheckpoint(CheckpointError):
 
 def must_find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | None = None, key: str = "") -> Found:
     """As `find_checkpoint`; NoCheckpoint: there is none. `key` is the setting that named the path."""
-    found = find_checkpoint(path, ranks, select)
-    if found is None:
-        raise NoCheckpoint(f"{key and f'{key}='}{path}: {_why_none(path)}")
-    return found
-
-
-def _why_none(path: Path) -> str:
-    if not path.exists():
-        return "there is no such file or folder; expected a run, a checkpoint, or its file"
+    if (found := find_checkpoint(path, ranks, select)) is not None:
+        return found
+    why = "holds neither a run nor a checkpoint"
     if any((path / name).exists() for name in (".hydra", "summary.json", "checkpoints")):
-        return "the run has saved no checkpoint yet; resume it with its own command, or name another one"
-    return "holds neither a run nor a checkpoint"
+        why = "the run has saved no checkpoint yet; resume it with its own command, or name another one"
+    if not path.exists():
+        why = "there is no such file or folder; expected a run, a checkpoint, or its file"
+    raise NoCheckpoint(f"{key and f'{key}='}{path}: {why}")
 
 
 def find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | None = None) -> Found | None:
@@ -126,15 +123,16 @@ def find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | Non
     ranks, select = ranks or Ranks(), select or (lambda path, contents: Selection(shards.want_all))
     kind, candidates = ranks.first(lambda: _candidates(path))
     notes: list[str] = []
+    found: Found | None = None
+
+    def attempt(candidate: Path) -> tuple[int, str]:
+        nonlocal found
+        found = (_open_file if kind == "file" else _open)(candidate, select, tuple(notes))
+        return found.step, found.digest
+
     for candidate in candidates:
-        opened: list[Found] = []
-
-        def attempt(candidate: Path = candidate, opened: list[Found] = opened) -> tuple[int, str]:
-            opened.append((_open_file if kind == "file" else _open)(candidate, select, tuple(notes)))
-            return opened[0].step, opened[0].digest
-
         try:
-            told = ranks.each(attempt)
+            told = ranks.each(functools.partial(attempt, candidate))
         except CorruptFile as rejected:
             if kind:
                 raise CheckpointError(f"{path} is damaged: {rejected}") from rejected
@@ -143,7 +141,7 @@ def find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | Non
         # Folders that are not shared look alike: they may hold the same step of different runs.
         if any(one != told[0] for one in told):
             raise CheckpointError(f"{candidate}: the ranks read different ones: {told}; do all see the same folder?")
-        return opened[0]
+        return found
     if notes:
         raise CheckpointError("no checkpoint is sound: " + "; ".join(notes))
     return None
@@ -176,7 +174,11 @@ def _open_file(path: Path, select: Select, notes: tuple[str, ...]) -> Found:
 
 
 def _open(folder: Path, select: Select, notes: tuple[str, ...]) -> Found:
-    manifest, data = _verify(folder)
+    manifest = inspect(folder)
+    # The bytes that are hashed are those that are used: they cannot change in between.
+    data = read_file(folder / STATE)
+    if hashlib.sha256(data).hexdigest() != manifest["files"][STATE]["sha256"]:
+        raise CorruptFile(f"{STATE} does not have the SHA-256 of the manifest")
     contents = unpickle(data, folder / STATE)
     count = contents.pop("sharded", None)
     if count is None and "tensors" not in manifest:
@@ -214,12 +216,3 @@ def _put(contents: dict[str, Any], path: StatePath, value: Any) -> None:
     if type(inside) not in (dict, list) or not (before is None or (isinstance(before, Tensor) and before.is_meta)):
         raise CorruptFile(f"{STATE} has something else in the place of {'.'.join(map(str, path))}")
     inside[path[-1]] = value
-
-
-def _verify(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """The manifest, and the bytes of the state: those that were hashed, so that they cannot change before use."""
-    manifest = inspect(folder)
-    data = read_file(folder / STATE)
-    if hashlib.sha256(data).hexdigest() != manifest["files"][STATE]["sha256"]:
-        raise CorruptFile(f"{STATE} does not have the SHA-256 of the manifest")
-    return manifest, data

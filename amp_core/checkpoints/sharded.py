@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,8 @@ from amp_core.checkpoints.shards import Entry, Shard, StatePath
 from amp_core.config.errors import SaveError
 from amp_core.tensors import Slice, is_dtensor, slice_of
 
-
-@dataclass
-class OwnShard:
-    """A shard that this rank writes."""
-
-    number: int  # of its entry in the table
-    start: int
-    stop: int
-    kind: str  # the file it belongs to: "parts" of sharded tensors, "whole" tensors that every rank has
-    tensor: Tensor
+OwnShard = tuple[int, Shard, Tensor]
+"""A shard that this rank writes, with the number of its entry in the table."""
 
 
 @torch.no_grad()
@@ -82,8 +74,8 @@ def assign_shards(
             num_bytes[writer] += own.tensor.nbytes
             writes = writer == rank
         if writes and own.tensor.numel():
-            is_partial = isinstance(value, Slice) or own.stop - own.start < own.total
-            mine.append(OwnShard(i, own.start, own.stop, "parts" if is_partial else "whole", own.tensor))
+            kind = "parts" if isinstance(value, Slice) or own.stop - own.start < own.total else "whole"
+            mine.append((i, Shard(own.start, own.stop, f"{kind}_{rank:05d}.safetensors"), own.tensor))
         return True
 
     rest = {}
@@ -124,7 +116,7 @@ def write_sharded(
 
     temporary = ranks.first(lambda: folders.saving(target)(folders.make_temporary)(target))
     try:
-        written = ranks.each(lambda: _write_shards(temporary, target, entries, mine, ranks.rank))
+        written = ranks.each(lambda: _write_shards(temporary, target, entries, mine))
         ranks.first(lambda: _complete(temporary, target, contents, entries, written, about))
     finally:
         if ranks.rank == 0:
@@ -132,23 +124,19 @@ def write_sharded(
     return True
 
 
-def _write_shards(
-    temporary: Path, target: Path, entries: list[Entry], mine: list[OwnShard], rank: int
-) -> dict[str, Any]:
+def _write_shards(temporary: Path, target: Path, entries: list[Entry], mine: list[OwnShard]) -> dict[str, Any]:
     """Writes the files of this rank."""
     files: dict[str, Any] = {}
-    names = {kind: f"{kind}_{rank:05d}.safetensors" for kind in ("parts", "whole")}
-    for kind, name in names.items():
-        own = [each for each in mine if each.kind == kind]
-        if own:
-            head = shards.head_of((entries[each.number], Shard(each.start, each.stop, name)) for each in own)
-            data = [memoryview(head), *(shards.buffer_of(each.tensor) for each in own)]
-            files[name] = digest_of(data)
-            with folders.saving(target, files[name]["bytes"]):
-                folders.write_file(temporary / name, *data)
+    for name in sorted({shard.file for _, shard, _ in mine}):
+        own = [each for each in mine if each[1].file == name]
+        head = shards.head_of((entries[number], shard) for number, shard, _ in own)
+        data = [memoryview(head), *(shards.buffer_of(tensor) for _, _, tensor in own)]
+        files[name] = digest_of(data)
+        with folders.saving(target, files[name]["bytes"]):
+            folders.write_file(temporary / name, *data)
     # Ranks compare a digest: the table itself is as long as the model has tensors, times the ranks.
     table = json.dumps(shards.encode(entries), sort_keys=True)
-    written = [(each.number, each.start, each.stop, names[each.kind]) for each in mine]
+    written = [(number, shard) for number, shard, _ in mine]
     return {"files": files, "shards": written, "table": hashlib.sha256(table.encode()).hexdigest()}
 
 
@@ -160,8 +148,8 @@ def _complete(
         raise ValueError("the states of the ranks have different names, shapes or dtypes: they are no shards of one")
     found: list[list[Shard]] = [[] for _ in entries]
     for one in written:
-        for number, *shard in one["shards"]:
-            found[number].append(Shard(*shard))
+        for number, shard in one["shards"]:
+            found[number].append(shard)
     entries = [replace(entry, shards=tuple(sorted(own))) for entry, own in zip(entries, found, strict=True)]
     for entry in entries:
         shards.check(entry)

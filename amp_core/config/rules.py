@@ -100,8 +100,8 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
         if amp.dtype != "float32":
             yield f"amp.dtype={amp.dtype}: amp.weights={amp.weights} compute without autocast; leave it out"
         if amp.update is None:
-            yield f"amp.update=null: amp.weights={amp.weights} need master, remainder, kahan, stochastic or nearest"
-        if amp.update in ("stochastic", "kahan", "remainder") and amp.weights != "bfloat16":
+            yield f"amp.update=null: amp.weights={amp.weights} need master, remainder, stochastic or nearest"
+        if amp.update in ("stochastic", "remainder") and amp.weights != "bfloat16":
             yield f"amp.update={amp.update}: is for bfloat16 weights; use amp=bf16_pure"
     if amp.format is not None and amp.dtype != "bfloat16":
         yield f"amp.format={amp.format}: needs autocast to bfloat16; use amp=fp8 instead of amp={amp.name}"
@@ -411,7 +411,7 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
         notes.append(f"amp.init_scale={cfg.amp.init_scale:g} is above the cap; the scale starts at {cap:g}")
     if cfg.amp.update == "nearest":
         lost = {"float16": "1/4096", "bfloat16": "1/512"}[cfg.amp.weights]
-        fix = "amp=o2" if cfg.amp.weights == "float16" else "amp.update=stochastic or kahan"
+        fix = "amp=o2" if cfg.amp.weights == "float16" else "amp.update=stochastic or remainder"
         notes.append(
             f"amp={cfg.amp.name}: {cfg.amp.weights} weights without fp32 copies lose updates below {lost} of a "
             f"weight, and training stalls. For comparison only; use {fix}"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.locate import doctor_of
 from amp_core.doctor.values import spread
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.memory.recompute import recomputed
 from amp_core.run.log import Log
 from amp_core.run.loop import Loop

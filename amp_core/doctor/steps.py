@@ -15,7 +15,7 @@ from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, Diagnosis, Fix, adv
 from amp_core.doctor.findings import Finding, Search
 from amp_core.doctor.fixes import STEPS, FixSearch
 from amp_core.doctor.values import dtype_name, is_finite, own_names
-from amp_core.lowp.weights import weights_by_side
+from amp_core.lowp.masters import weights_by_side
 from amp_core.step.gradients import weights_of
 from amp_core.tensors import local
 

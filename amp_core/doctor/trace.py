@@ -54,7 +54,7 @@ from amp_core.doctor.values import (
     same,
     storage_key,
 )
-from amp_core.lowp.weights import weights_by_side
+from amp_core.lowp.masters import weights_by_side
 from amp_core.step.observer import Observer
 from amp_core.tensors import is_dtensor, local
 from amp_core.torch_private import find, need

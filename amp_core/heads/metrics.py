@@ -63,29 +63,24 @@ def metrics_of(names: Sequence[str], outputs: Tensor, targets: Tensor, *, is_cla
             found[name] = hits.double().mean().item()
         elif name == "balanced_accuracy":
             recalls = [truth_told(one, other) for one, other in zip(truth.T, told.T, strict=True)]
-            both = [
-                rate for pair in recalls for rate in (pair if truth.shape[1] == 1 or targets.ndim > 1 else pair[:1])
-            ]
-            found[name] = _mean(name, [rate for rate in both if rate is not None])
+            num = 2 if truth.shape[1] == 1 or targets.ndim > 1 else 1
+            found[name] = _mean(name, [rate for pair in recalls for rate in pair[:num] if rate is not None])
         elif name == "f1":
             hits = (truth * told).sum(0).double()
             sizes = (truth + told).sum(0).double()
-            found[name] = _mean(
-                name, torch.where(sizes > 0, 2 * hits / sizes.clamp(min=1), torch.nan)[sizes > 0].tolist()
-            )
+            found[name] = _mean(name, (2 * hits / sizes)[sizes > 0].tolist())
         elif name == "auroc":
             areas = [area(one, other) for one, other in zip(truth.T, scores.T, strict=True)]
             found[name] = _mean(name, [each for each in areas if each is not None])
         else:
             function = _of_torchmetrics(name)
             assert function is not None, "check_metrics was not asked"
-            kind = "multiclass" if targets.ndim == 1 and outputs.shape[1] > 2 else "multilabel"
-            kind = "binary" if truth.shape[1] == 1 else kind
-            sizes = {"num_classes": outputs.shape[1]} if kind == "multiclass" else {"num_labels": truth.shape[1]}
-            given, expected = (outputs, targets) if kind == "multiclass" else (scores, truth)
-            if kind == "binary":
-                given, expected, sizes = scores[:, 0], truth[:, 0], {}
-            found[name] = float(function(given, expected, task=kind, **sizes))
+            if truth.shape[1] == 1:
+                found[name] = float(function(scores[:, 0], truth[:, 0], task="binary"))
+            elif targets.ndim == 1:
+                found[name] = float(function(outputs, targets, task="multiclass", num_classes=outputs.shape[1]))
+            else:
+                found[name] = float(function(scores, truth, task="multilabel", num_labels=truth.shape[1]))
     return found
 
 

@@ -50,12 +50,7 @@ def arcface(cosine: Tensor, margin: float) -> Tensor:
     return torch.where(cosine > -math.cos(margin), turned, cosine - math.sin(margin) * margin)
 
 
-def cosface(cosine: Tensor, margin: float) -> Tensor:
-    """cos(a) - margin."""
-    return cosine - margin
-
-
-MARGINS: dict[str, Callable[[Tensor, float], Tensor]] = {"arcface": arcface, "cosface": cosface}
+MARGINS: dict[str, Callable[[Tensor, float], Tensor]] = {"arcface": arcface, "cosface": torch.sub}
 """Functions of the cosine between a sample and the centre of its class."""
 
 
@@ -147,14 +142,12 @@ class PartialFC:
     def __call__(self, features: Tensor, labels: Tensor, weight: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
         """Loss and gradient of a micro-batch. Adds the gradient of the centres, unscaled, to `active.grad`.
 
-        Uses one matrix of [samples of all ranks, K], which holds cosines, logits, probabilities and their gradient in
-        turn.
+        Uses one matrix of [samples of all ranks, K], for cosines, logits, probabilities and their gradient in turn.
 
         Args:
             features: float [B, embedding], as many samples on every rank; need not be normalised.
             labels: int64 [B], classes that `sample` was given.
-            weight: weight of the mean loss over these samples, such as `micro.weight`: their share of the window over
-                all ranks.
+            weight: of the mean loss over these samples, such as `micro.weight`: their share of the window.
 
         Returns:
             The loss of these samples times `weight`, 0-d: its sum over micro-batches and ranks is the loss of the
@@ -205,10 +198,7 @@ class PartialFC:
             self._state.store(self._index)
 
     def state_dict(self) -> dict[str, Any]:
-        """{"weight": float32 [num_classes, embedding] on the CPU} on rank 0, {} on the others. Called on all ranks.
-
-        The group needs a backend for CPU tensors, such as gloo.
-        """
+        """{"weight": float32 [num_classes, embedding] on the CPU} on rank 0, {} on the others. Collective, by gloo."""
         weight = self.gather_rows(self.centres)
         return {} if weight is None else {"weight": weight}
 
@@ -217,10 +207,7 @@ class PartialFC:
         return {"weight": Slice(self.centres.detach(), self.start, self.num_classes)}
 
     def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-        """First row of the tensor at `path` of a state that this rank holds, and the row behind the last.
-
-        ValueError: no such tensor, or another number of classes or embedding size.
-        """
+        """First row of the tensor at `path` that this rank holds, and the row behind the last. ValueError: none."""
         if path != ("weight",):
             raise ValueError(f"has no {'.'.join(map(str, path))}")
         return self.span_of_rows(shape)
@@ -237,11 +224,11 @@ class PartialFC:
     def gather_rows(self, rows: Tensor) -> Tensor | None:
         """The rows of all ranks on the CPU of rank 0, None elsewhere. Called on all ranks."""
         rows = rows.detach().cpu()
-        if self.world_size == 1:
-            return rows
         if self.rank:
             dist.send(rows.contiguous(), dst=0)
             return None
+        if self.world_size == 1:
+            return rows
         everything = rows.new_empty(self.num_classes, *rows.shape[1:])
         everything[: self.stop] = rows
         for rank in range(1, self.world_size):

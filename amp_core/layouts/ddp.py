@@ -15,7 +15,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import carry_autocast
 from amp_core.step.amp import Amp
 from amp_core.tensors import all_gather
-from amp_core.torch_private import find, version_of
+from amp_core.torch_private import find, is_missing, version_of
 
 Reduction = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -94,8 +94,7 @@ def wrap_ddp(
     RuntimeError.
 
     Args:
-        net: on `device`.
-        device: None for a network on several devices that moves its own inputs.
+        device: of the network; None for one on several devices that moves its own inputs.
         exact: sum in the same order in every step, also after a resume. DDP otherwise rebuilds its buckets after the
             first step, and with three or more ranks an element's position in a bucket decides the order in which ranks
             are added. The cost: the gradients of the first layers, ready last, are then in the first bucket.
@@ -105,22 +104,18 @@ def wrap_ddp(
         compress: send bfloat16, half the bytes. Sums are fp32, rounded once: summed in bfloat16, 512 times 1/512 is
             0.5. There is no float16: a gradient of 3 overflows at a loss scale of 65536.
 
-    Raises:
-        ConfigError: the process group cannot send bfloat16.
+    ConfigError: the process group cannot send bfloat16.
     """
-    on_one_gpu = device is not None and device.type == "cuda"
     options: dict[str, Any] = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
+    options["device_ids"] = [device] if device is not None and device.type == "cuda" else None
     if compress:
         _require_bfloat16(next(net.parameters()).device)
-    reduction = _sum_compressed if compress else _sum
-    ddp = _Ddp(net, reduction, device_ids=[device] if on_one_gpu else None, static_graph=static_graph, **options)
-    if exact:
-        # Build the buckets now, in parameter order; it happens only once. torch has no public name for it.
-        push = find("torch.distributed.Reducer._push_all_rebuilt_params")
-        rebuild = find("torch.distributed.Reducer._rebuild_buckets")
-        if push and rebuild:
-            push(ddp.reducer)
-            rebuild(ddp.reducer)
+    ddp = _Ddp(net, _sum_compressed if compress else _sum, static_graph=static_graph, **options)
+    # Build the buckets now, in parameter order; it happens only once. torch has no public name for it.
+    names = ("torch.distributed.Reducer._push_all_rebuilt_params", "torch.distributed.Reducer._rebuild_buckets")
+    if exact and not is_missing(*names):
+        for name in names:
+            find(name)(ddp.reducer)
     return ddp
 
 

@@ -77,15 +77,13 @@ def wrap_fsdp(
     Args:
         net: unsharded, after `keep_fp32`, on the device, or on the CPU if the process group has a backend for it. Its
             weights move to the device block by block, and become DTensors. Names stay, and `isinstance`.
-        mesh: from `build_mesh`.
         dtype: the autocast dtype of training, or None without autocast. Forward passes must then run inside autocast.
         update: weights are 16-bit (`dtype`) where they are gathered, after `Amp.prepare(net, gathers=True)`; without
             autocast. Shards are fp32 masters, or for other updates than "master" `ShardedLowWeights`.
         gather: how layers of a format below 16 bits gather their weights: in bfloat16 (`dtype`), which adds an error of
             at most 2^-8 of a weight, or in float8_e4m3fn, the codes of `amp=fp8`. None: in fp32.
 
-    Raises:
-        ConfigError: torch cannot shard a weight of it, such as one without dimensions, or its gradient is sparse.
+    ConfigError: torch cannot shard a weight of it, such as one without dimensions, or its gradient is sparse.
     """
     for name, module in net.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -157,8 +155,7 @@ def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
     state_of = find("torch.distributed.fsdp.FSDPModule._get_fsdp_state", lambda module: None)
     for module in () if torch.is_grad_enabled() else net.modules():
         if isinstance(module, FSDPModule):
-            state = state_of(module)
-            pending = getattr(state, "_modules_to_run_forward", None)
+            pending = getattr(state_of(module), "_modules_to_run_forward", None)
             if pending is None:  # unknown in this torch
                 module.reshard()
             elif pending:
@@ -170,13 +167,9 @@ def cast_whole(net: nn.Module, *, also: bool = False) -> dict[nn.Module, str]:
     """The modules, by name, of which autocast casts every weight; `also` those of formats below 16 bits."""
     islands = [net.get_submodule(name) for name in island_names(net)]
     in_islands = {module for island in islands for module in island.modules()}
-    named = [
-        (name, module)
-        for name, module in net.named_modules()
-        # Exactly this class: a subclass may use its weights in operations that autocast does not cast.
-        if (type(module) in _CAST_WHOLE or (also and isinstance(module, LowLinear))) and module not in in_islands
-    ]
-    found = {module: name for name, module in named}
+    # Exactly these classes: a subclass may use its weights in operations that autocast does not cast.
+    kinds = {*_CAST_WHOLE, *([LowLinear] if also else [])}
+    found = {m: name for name, m in net.named_modules() if type(m) in kinds and m not in in_islands}
     elsewhere = {p for module in net.modules() if module not in found for p in module.parameters(recurse=False)}
     return {
         module: name

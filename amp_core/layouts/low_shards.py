@@ -37,6 +37,7 @@ class LowShard(Tensor):
 
     low: Tensor
     rest: Tensor | None
+    """What `low` lacks, of its size (remainder)."""
     high: list[Tensor]
     """The tensor that is stepped; empty between steps. A list, since the aliases that a DTensor makes share it."""
 
@@ -47,14 +48,10 @@ class LowShard(Tensor):
         self.low, self.rest, self.high = low, rest, [] if high is None else high
         return self
 
-    def __init__(self, low: Tensor, rest: Tensor | None = None, high: list[Tensor] | None = None) -> None:
-        """`low`: in 16 bits; `rest`: of its size, what it lacks (kahan, remainder)."""
-
     @classmethod
     def of(cls, value: Tensor, dtype: torch.dtype, update: Update) -> LowShard:
         """An fp32 tensor as `update` stores it."""
-        kinds = {"kahan": dtype, "remainder": torch.int16}
-        rest = torch.zeros_like(value, dtype=kinds[update]) if update in kinds else None
+        rest = torch.zeros_like(value, dtype=torch.int16) if update == "remainder" else None
         return cls(part(value, dtype, rest), rest)
 
     def value(self) -> Tensor:

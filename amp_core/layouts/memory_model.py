@@ -1,7 +1,6 @@
 """The memory model: bytes that a rank holds and sends per step, by layout. `docs/SCALING.md` is made from it.
 
     weights = weights_of(net, amp_config)                          # any network, also on the meta device
-    weights = lay_out(weights, "fsdp", num_ranks=8)
     memory(weights, amp_config).total, [each.sent for each in traffic(weights, amp_config, 8)]
 
 It counts weights, gradients, optimizer state, EMA and autocast's weight copies, for the rank that holds the most.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.config.schema import SHARDED, AmpConfig
+from amp_core.config.schema import AmpConfig
 from amp_core.layouts.fsdp import cast_whole
 from amp_core.layouts.low_shards import is_held_low
 from amp_core.layouts.zero import bucket_size, is_shared
-from amp_core.lowp.weights import is_low, low_weights, master_params
+from amp_core.lowp.masters import is_low, master_params
+from amp_core.lowp.weights import low_weights
 from amp_core.memory.recast import Recast, cast_weight
 from amp_core.step.ema import Ema
 from amp_core.step.fused import bare_step
-from amp_core.tensors import blocks, is_sharded, plans, shard_group, unwrap
+from amp_core.tensors import HALF, blocks, is_sharded, plans, shard_group, unwrap
 from amp_core.torch_private import base_of, storage_of
 
 FP32, LOW = 4, 2
@@ -58,6 +59,11 @@ class Weight:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def gathered_size(self) -> int:
+        """Bytes of an element when its shards are gathered."""
+        return LOW if self.cast or self.low else FP32
 
     @property
     def part(self) -> int:
@@ -103,41 +109,29 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
     if amp.update is not None and is_sharded(net):  # gathered in 16 bits
         whole = set(low_weights(shape_of))
     group_of = {p: number for number, block in enumerate(blocks(shape_of), 1) for p in block.parameters()}
-    found = []
-    for live, side, param in zip(net.parameters(), master_params(net), shape_of.parameters(), strict=True):
-        group = shard_group(live)
-        found.append(
-            Weight(
-                shape=tuple(param.shape),
-                low=is_low(live) or is_held_low(live) or live.dtype in (torch.float16, torch.bfloat16),
-                itemsize=live.element_size(),
-                cast=param in whole and live.is_floating_point(),
-                group=2 * group_of.get(param, 0) + (param in whole),
-                parts=1 if group is None else group.size(),
-                slices=torch.distributed.get_world_size() if is_shared(side) else 1,
-            )
+    return [
+        Weight(
+            shape=tuple(param.shape),
+            low=is_low(live) or is_held_low(live) or live.dtype in HALF,
+            itemsize=live.element_size(),
+            cast=param in whole and live.is_floating_point(),
+            group=2 * group_of.get(param, 0) + (param in whole),
+            parts=1 if (ranks := shard_group(live)) is None else ranks.size(),
+            slices=torch.distributed.get_world_size() if is_shared(side) else 1,
         )
-    return found
-
-
-def lay_out(
-    weights: Iterable[Weight], layout: str, num_ranks: int, *, shard_size: int | None = None, zero: bool = False
-) -> list[Weight]:
-    """The same weights in another layout."""
-    parts = (shard_size or num_ranks) if layout in SHARDED else 1
-    return [replace(weight, parts=parts, slices=num_ranks if zero else 1) for weight in weights]
+        for live, side, param in zip(net.parameters(), master_params(net), shape_of.parameters(), strict=True)
+    ]
 
 
 def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) -> Memory:
     """Bytes on the rank that holds the most."""
     # What an update keeps of a 16-bit weight besides its 16 bits. Sharded, "master" keeps the masters alone: 4 bytes.
-    side = {None: 0, "master": FP32, "kahan": LOW, "remainder": LOW, "stochastic": 0, "nearest": 0}[amp.update]
+    side = {"master": FP32, "remainder": LOW}.get(amp.update or "", 0)
     trained = [weight for weight in weights if weight.moments is not None]
-    blocks: dict[int, int] = {}
+    blocks = Counter[int]()
     for weight in weights:
         if weight.parts > 1:
-            size = LOW if weight.cast or weight.low else FP32
-            blocks[weight.group // 2] = blocks.get(weight.group // 2, 0) + weight.numel * size
+            blocks[weight.group // 2] += weight.numel * weight.gathered_size
     return Memory(
         weights=sum(
             (LOW + (min(side, LOW) if weight.parts > 1 else side) if weight.low else weight.itemsize) * weight.part
@@ -204,7 +198,7 @@ def traffic(
         parts = cut[0].parts
         groups = len({weight.group for weight in cut})
         # Each group once before the forward and once before the backward pass of each micro-batch, rows padded.
-        once = sum(weight.part * parts * (LOW if weight.cast or weight.low else FP32) for weight in cut)
+        once = sum(weight.part * parts * weight.gathered_size for weight in cut)
         found.append(Collective("all_gather", parts, 2 * accumulation * once, 2 * accumulation * groups))
         # Gradients are summed in fp32, whatever is gathered for the forward pass, and once per window.
         whole = FP32 * sum(weight.part * parts for weight in cut)
@@ -224,19 +218,18 @@ class Saved:
     def __init__(self, weights: Iterable[Tensor], recast: Recast | None = None) -> None:
         self._weights = {storage_of(weight) for weight in weights}
         self._recast = recast
-        self._uses: dict[int, int] = {}
-        self._live: dict[tuple[str, bool], int] = {}
-        self._most: dict[tuple[str, bool], int] = {}
+        self._uses = Counter[int]()
+        self._live = Counter[tuple[str, bool]]()
+        self._most = Counter[tuple[str, bool]]()
 
     def pack(self, tensor: Tensor) -> Any:
-        if self._recast is not None:
-            kept = self._recast.pack(tensor)
-            if kept is not tensor:
-                return kept
+        kept = tensor if self._recast is None else self._recast.pack(tensor)
         memory = storage_of(tensor)
-        if memory in self._weights:
-            return tensor
-        return _Kept(self, tensor, memory, (str(tensor.dtype).removeprefix("torch."), self._is_copy(tensor)))
+        if kept is not tensor or memory in self._weights:
+            return kept
+        weight = cast_weight(tensor if base_of(tensor) is None else base_of(tensor))
+        is_copy = weight is not None and storage_of(weight) in self._weights  # cast by autocast
+        return _Kept(self, tensor, memory, (str(tensor.dtype).removeprefix("torch."), is_copy))
 
     def unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, _Kept):
@@ -245,27 +238,21 @@ class Saved:
 
     def add(self, kept: _Kept) -> None:
         # Several nodes may save one storage: it lives until the last of them lets go.
-        self._uses[kept.memory] = self._uses.get(kept.memory, 0) + 1
+        self._uses[kept.memory] += 1
         if self._uses[kept.memory] == 1:
-            self._live[kept.kind] = self._live.get(kept.kind, 0) + kept.num_bytes
-            if sum(self._live.values()) > self.total:
-                self._most = dict(self._live)
+            self._live[kept.kind] += kept.num_bytes
+            if self._live.total() > self.total:
+                self._most = self._live.copy()
 
     def remove(self, kept: _Kept) -> None:
         self._uses[kept.memory] -= 1
         if not self._uses[kept.memory]:
-            del self._uses[kept.memory]
             self._live[kept.kind] -= kept.num_bytes
-
-    def _is_copy(self, tensor: Tensor) -> bool:
-        """Whether it is a weight cast by autocast."""
-        weight = cast_weight(tensor if base_of(tensor) is None else base_of(tensor))
-        return weight is not None and storage_of(weight) in self._weights
 
     @property
     def total(self) -> int:
         """Bytes at the peak, as in the properties below."""
-        return sum(self._most.values())
+        return self._most.total()
 
     @property
     def activations(self) -> int:

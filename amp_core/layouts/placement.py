@@ -35,11 +35,10 @@ class Placement:
     @property
     def devices(self) -> list[torch.device]:
         """All devices of this process, its first one first. On a CPU the stages of model_parallel share it."""
-        device = self._process.device
-        if device.type == "cuda" and self._cfg.layout.name == "data_parallel":
-            return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        first = device.index or 0
+        device, first = self._process.device, self._process.device.index or 0
         stages = range(first, first + (self._cfg.layout.num_stages or 1))
+        if device.type == "cuda" and self._cfg.layout.name == "data_parallel":
+            stages = range(torch.cuda.device_count())
         return [torch.device("cuda", index) if device.type == "cuda" else device for index in stages]
 
     def wrap(self, net: nn.Module, amp: Amp, notes: list[str]) -> list[tuple[str, nn.Module]]:
@@ -118,10 +117,9 @@ class Placement:
         from amp_core.memory.compiled import cache_folder, compile_parts
 
         num_parts = compile_parts(net, self.compiler, whole=self._cfg.perf.compile == "network")
+        said = f"{num_parts} part(s) of {type(net).__name__} are compiled by {self._cfg.perf.backend}"
         kept = f", kept for other runs in {cache_folder()} (TORCHINDUCTOR_CACHE_DIR)"
-        backend = self._cfg.perf.backend
-        where = kept if backend == "inductor" else ""
-        return f"{num_parts} part(s) of {type(net).__name__} are compiled by {backend}{where}"
+        return said + (kept if self._cfg.perf.backend == "inductor" else "")
 
     def _recompute(self, net: nn.Module) -> None:
         from amp_core.memory.recompute import recompute_blocks

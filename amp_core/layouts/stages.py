@@ -11,6 +11,7 @@ arXiv:1811.06965).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -38,15 +39,12 @@ class Stages(nn.Module):
             torchvision's AlexNet, VGG, ResNet, MobileNetV3, EfficientNet, ConvNeXt and RegNet. Its layers are moved to
             the devices; make fp32 islands before.
         devices: one per stage; the same one several times is allowed.
-        amp: the mode.
         image_shape: (C, H, W), to check the chain and count the floating-point operations of its layers. Stages are
             split so that the costliest one is as cheap as possible.
         chunks: number of chunks of a training batch.
         threads: compute stages concurrently, each in its own thread.
 
-    Raises:
-        ValueError: `net` is not a chain, or has fewer layers than devices; or several stages would use one random
-            generator concurrently.
+    ValueError: `net` is not a chain, has fewer layers than devices, or its threads would share a random generator.
     """
 
     def __init__(
@@ -90,13 +88,8 @@ class Stages(nn.Module):
         if self.threads and len(chunks) > 1:
             outputs = self._threaded(chunks)
         else:
-            outputs = [self._chain(chunk) for chunk in chunks]
+            outputs = [functools.reduce(self._compute, range(len(self.stages)), chunk) for chunk in chunks]
         return torch.cat([output.to(self.devices[0], non_blocking=True) for output in outputs])
-
-    def _chain(self, x: Tensor) -> Tensor:
-        for stage in range(len(self.stages)):
-            x = self._compute(stage, x)
-        return x
 
     def _threaded(self, chunks: Sequence[Tensor]) -> list[Tensor]:
         """One thread per stage but the first, which runs here. A thread takes its chunks in order."""
@@ -104,7 +97,7 @@ class Stages(nn.Module):
 
         def follow(stage: int, before: Future[Tensor]) -> Tensor:
             with torch.set_grad_enabled(grad):
-                return self._compute(stage, before.result())
+                return self._compute(before.result(), stage)
 
         with contextlib.ExitStack() as stack:
             # One thread each takes its chunks in the order of submission, which fixes the order of random numbers and
@@ -113,13 +106,13 @@ class Stages(nn.Module):
             outputs = []
             for chunk in chunks:
                 output: Future[Tensor] = Future()
-                output.set_result(self._compute(0, chunk))
+                output.set_result(self._compute(chunk, 0))
                 for stage, pool in enumerate(pools, 1):
                     output = pool.submit(follow, stage, output)
                 outputs.append(output)
             return [output.result() for output in outputs]
 
-    def _compute(self, stage: int, x: Tensor) -> Tensor:
+    def _compute(self, x: Tensor, stage: int) -> Tensor:
         x = x.to(self.devices[stage], non_blocking=True)
         with self._autocast():
             for name in self.stages[stage]:
@@ -129,21 +122,16 @@ class Stages(nn.Module):
 
 def cuts(costs: Sequence[float], num_parts: int) -> list[tuple[int, int]]:
     """Split a list into non-empty ranges so that the costliest is as cheap as possible."""
-    best: dict[int, tuple[float, list[tuple[int, int]]]] = {
-        start: (sum(costs[start:]), [(start, len(costs))]) for start in range(len(costs))
-    }
+    best = {start: (sum(costs[start:]), [(start, len(costs))]) for start in range(len(costs))}
     # Dynamic programming over the number of parts, n^2 sums for each: networks have few layers.
     for rest in range(1, num_parts):
-        # From the front, while later entries still describe one range less. `<=`: a layer without cost stays with the
-        # one before it.
+        # From the front, while later entries still describe one range less.
         for start in range(len(costs) - rest):
-            choice: tuple[float, list[tuple[int, int]]] | None = None
-            for end in range(start + 1, len(costs) - rest + 1):
-                cost = max(sum(costs[start:end]), best[end][0])
-                if choice is None or cost <= choice[0]:
-                    choice = cost, [(start, end), *best[end][1]]
-            assert choice is not None
-            best[start] = choice
+            # From the back: of equals the last, so that a layer without cost stays with the one before it.
+            ends = range(len(costs) - rest, start, -1)
+            most = {end: max(sum(costs[start:end]), best[end][0]) for end in ends}
+            end = min(ends, key=most.__getitem__)
+            best[start] = most[end], [(start, end), *best[end][1]]
     return best[0][1]
 
 

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_core.config.schema import WHOLE_MATRICES
+from amp_core.lowp.masters import master_params
 from amp_core.lowp.moments import flat
-from amp_core.lowp.weights import master_params
 from amp_core.step.gradients import same, weights_of
 from amp_core.tensors import StateLayout, all_gather, several_ranks, state_layouts
 from amp_core.torch_private import foreach_copy_
@@ -60,13 +60,9 @@ class _Cut:
                 # The end of this rank's slice, in elements of this weight: from the total, so that rounding does not
                 # accumulate over ranks.
                 room = total * (rank + 1) // num_ranks - done
-                # A matrix goes to the rank with room for half of it, so that no rank is off its share by more than half
-                # a matrix.
-                if between:
+                end = min(start + -(-max(room, 0) // _ALIGN) * _ALIGN, size) if room < size - start else size
+                if between:  # a matrix goes to the rank with room for half of it: none is off its share by more
                     end = size if room >= size / 2 or rank == num_ranks - 1 else 0
-                else:
-                    end = size if room >= size - start else start + -(-max(room, 0) // _ALIGN) * _ALIGN
-                end = min(end, size)
                 if end > start:
                     self.slices[rank].append(_Slice(number, start, end))
                     done += end - start
@@ -191,21 +187,19 @@ def _gather_streams(streams: Sequence[Sequence[Tensor]]) -> None:
     """All-gather flat tensors of one dtype: those of each rank in turn."""
     rank, num_ranks = dist.get_rank(), len(streams)
     some = next(part for stream in streams for part in stream)
-    length = max(sum(part.numel() for part in stream) for stream in streams)
+    length = max(sum(map(Tensor.numel, stream)) for stream in streams)
     for start in range(0, length, size := bucket_size(num_ranks) // num_ranks):
         pieces = [list(_window(stream, start, start + size)) for stream in streams]
+        sizes = [list(map(Tensor.numel, parts)) for parts in pieces]
         # all_gather takes one size: the shorter ones are padded.
-        width = max(sum(part.numel() for part in parts) for parts in pieces)
+        width = max(map(sum, sizes))
         sent = some.new_zeros(width)
-        sizes = [part.numel() for part in pieces[rank]]
-        foreach_copy_(list(sent[: sum(sizes)].split(sizes)), pieces[rank]) if sizes else None
+        foreach_copy_(list(sent[: sum(sizes[rank])].split(sizes[rank])), pieces[rank]) if sizes[rank] else None
         received = sent.new_empty(num_ranks * width)
         all_gather(received, sent)
         for other, parts in enumerate(pieces):
-            sizes = [part.numel() for part in parts]
-            # What this rank sent is in its weights already.
-            if other != rank and sizes:
-                foreach_copy_(parts, list(received[other * width :][: sum(sizes)].split(sizes)))
+            if other != rank and parts:  # what this rank sent is in its weights already
+                foreach_copy_(parts, list(received[other * width :][: sum(sizes[other])].split(sizes[other])))
 
 
 def _window(stream: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
@@ -225,12 +219,11 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
 
     Without `keep`, on ranks that need no result, sharded tensors are replaced by None.
     """
-    cut = _cut_of(optimizer)
+    cut, state = _cut_of(optimizer), optimizer.state_dict()
     if cut is None:
-        return optimizer.state_dict()
+        return state
     number_of = {param: number for number, param in enumerate(weights_of(optimizer))}
     shared = [number_of[param] for param in cut.params]
-    state = optimizer.state_dict()
     mine: dict[tuple[int, int], dict[str, Any]] = {}
     for piece in cut.slices[dist.get_rank()]:
         entry = state["state"].get(shared[piece.number])

@@ -46,7 +46,6 @@ class Element:
 E4M3 = Element(4, 3, 448.0, torch.float8_e4m3fn)
 E5M2 = Element(5, 2, 57344.0, torch.float8_e5m2)
 E3M2 = Element(3, 2, 28.0)
-E2M3 = Element(2, 3, 7.5)
 E2M1 = Element(2, 1, 6.0)
 
 
@@ -152,15 +151,6 @@ def round_to(x: Tensor, element: Element, noise: Tensor | None = None) -> Tensor
     # floor(s + u), u uniform in [0, 1), is the upper neighbour with the probability of the fraction of s.
     steps = steps.round_() if noise is None else steps.add_(noise).floor_()
     return steps.mul_(_power(exponent))
-
-
-def codes(values: Tensor, element: Element) -> Tensor:
-    """The bits of elements, uint8, sign first. Of NaN, those of no element in particular."""
-    exponent = _exponent(values).clamp_(min=element.least)
-    steps = (values.abs() * _power(element.mantissa - exponent)).nan_to_num()
-    # A normal number has an implicit leading one: counting in steps from the least exponent on adds it by itself.
-    magnitude = (exponent - element.least) * 2**element.mantissa + steps.int()
-    return (magnitude + values.signbit() * 2 ** (element.exponent + element.mantissa)).to(torch.uint8)
 
 
 def _exponent(x: Tensor) -> Tensor:

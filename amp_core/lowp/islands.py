@@ -23,6 +23,7 @@ import difflib
 import fnmatch
 import functools
 import inspect
+import itertools
 import sys
 import types
 import warnings
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from amp_core.tensors import unwrap
+from amp_core.tensors import HALF, unwrap
 
 Target = TypeVar("Target")
 Pattern = str | type[nn.Module]
@@ -43,7 +44,6 @@ R = TypeVar("R")
 
 _DEVICE_TYPES = ("cpu", (torch.accelerator.current_accelerator() or torch.device("cuda")).type)
 """Where autocast may be on: the CPU, and the accelerator that this build of torch is for."""
-_HALF = (torch.float16, torch.bfloat16)
 _BEFORE_2_12 = torch.__version__ < "2.12"
 
 
@@ -51,24 +51,20 @@ def keep_fp32(target: Target, patterns: Pattern | Iterable[Pattern] = "") -> Tar
     """Make `target`, or the modules in it that match `patterns`, compute in fp32 under autocast.
 
     Inside an island autocast is off on every device, and float16 and bfloat16 tensors among the arguments arrive as
-    fp32, also in tuples, lists, dicts, named tuples and dataclasses; a container that holds such a tensor arrives as a
-    copy. Other dtypes are not cast. Outputs are fp32; autocast casts them again for 16-bit operations. Only `forward`
-    is covered; hooks of the module run outside the island. Gradients are computed in fp32 if `backward()` is called
-    outside autocast, as it should be.
+    fp32, also in tuples, lists, dicts, named tuples and dataclasses, which arrive as copies. Outputs are fp32; autocast
+    casts them again for 16-bit operations. Only `forward` is covered, not the hooks of the module. Gradients are
+    computed in fp32 if `backward()` is called outside autocast, as it should be.
 
     The module keeps its weights, hooks, state_dict keys and `isinstance`; copies, pickles and EMAs are islands with
-    their own weights. Idempotent. Call it after anything that replaces modules (such as
-    `SyncBatchNorm.convert_sync_batchnorm`) and before `torch.compile` and DDP. A file written by `torch.save(module)`
-    needs this package to load; a state_dict does not.
-
-    No host-device sync. Source: https://docs.pytorch.org/docs/stable/amp.html (autocast-disabled subregions).
+    their own weights. Idempotent. Call it after what replaces modules (such as `SyncBatchNorm.convert_sync_batchnorm`)
+    and before `torch.compile` and DDP. A file written by `torch.save(module)` needs this package to load; a state_dict
+    does not. Source: https://docs.pytorch.org/docs/stable/amp.html (autocast-disabled subregions).
 
     Args:
         target: a module or an `nn.Module` class, changed in place (a subclass with its own `forward` is not an island),
             or a function, whose fp32 form is returned.
         patterns: which modules: globs of names as in `named_modules()`, where `*` also matches dots; `nn.Module`
             classes; class names. Classes include subclasses. The default "" is the module itself, [] is none.
-            `island_names` lists the result.
 
     Raises:
         ValueError: a pattern matches nothing, or only what is never called (`ModuleList`, the inside of
@@ -121,18 +117,17 @@ def islands_of(nets: Iterable[tuple[str, nn.Module]]) -> list[str]:
 @contextlib.contextmanager
 def as_islands(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Make modules islands inside the context. Yields those that became islands."""
-    made: list[nn.Module] = []
-    before: list[type[nn.Module]] = []
+    before: dict[nn.Module, type[nn.Module]] = {}
     try:
         for module in modules:
             if _has_forward(module) and not _is_island(type(module)):
                 _require_plain_forward("", module)
-                before.append(type(module))
-                made.append(_to_island(module))
+                before[module] = type(module)
+                _to_island(module)
         _forget_compiled(methods_changed=False)
-        yield made
+        yield list(before)
     finally:
-        for module, cls in zip(made, before, strict=True):
+        for module, cls in before.items():
             module.__class__ = cls
         _forget_compiled(methods_changed=False)
 
@@ -145,9 +140,9 @@ def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
         with torch.autocast("cuda", dtype=torch.float16):
             future = pool.submit(carry_autocast(model), images)
 
-    Carries for CPU and CUDA whether autocast is on and its dtype, and whether it caches weights. Grad mode is
-    thread-local too and is not carried. Threads that share weights must use the same dtype or disable the cache: torch
-    has one cache of cast weights for all threads and dtypes. No host-device sync.
+    Carries for CPU and CUDA whether autocast is on and its dtype, and whether it caches weights; not the grad mode,
+    which is thread-local too. Threads that share weights must use the same dtype or disable the cache: torch has one
+    cache of cast weights for all threads and dtypes.
 
     Raises:
         TypeError: `fn` is a generator or coroutine function: its body runs after the call, outside the region.
@@ -158,10 +153,9 @@ def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def carried(*args: P.args, **kwargs: P.kwargs) -> R:
-        # A new region per call: it holds the state to restore, which differs between threads.
-        with contextlib.ExitStack() as stack:
-            for device_type, dtype, enabled in states:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cached))
+        # New regions per call: they hold the state to restore, which differs between threads.
+        host, device = (torch.autocast(d, dtype, enabled, cache_enabled=cached) for d, dtype, enabled in states)
+        with host, device:
             return fn(*args, **kwargs)
 
     return carried
@@ -228,7 +222,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def _is_16bit(tensor: Tensor) -> bool:
-    return tensor.dtype in _HALF
+    return tensor.dtype in HALF
 
 
 def _holds(value: Any, wants: Callable[[Tensor], bool]) -> bool:
@@ -360,7 +354,8 @@ def _choose(model: nn.Module, patterns: list[Pattern]) -> list[nn.Module]:
         raise ValueError("\n".join(problems))
     inert = set()
     for name, module in chosen.items():
-        above = list(_ancestors(name))
+        # The names of the modules around it, inner ones first.
+        above = ["", *itertools.accumulate(name.split(".")[:-1], "{}.{}".format)][::-1] if name else []
         attention = next((a for a in above if isinstance(modules[a], nn.MultiheadAttention)), None)
         if attention is not None:
             if not any(a in chosen or _is_island(type(modules[a])) for a in above):
@@ -399,13 +394,6 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def _ancestors(name: str) -> Iterator[str]:
-    """The names of the modules around `name`, inner ones first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _label(name: str, module: nn.Module) -> str:
     return f"'{name}' ({type(module).__name__})" if name else type(module).__name__
 
@@ -422,7 +410,7 @@ def _require_plain_forward(name: str, module: nn.Module) -> None:
 
 def _require_fp32_weights(name: str, module: nn.Module, cause: Exception | None = None) -> None:
     for parameter in module.parameters():
-        if parameter.dtype in _HALF:
+        if parameter.dtype in HALF:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise ValueError(
                 f"the weights of {_label(name, module)} are {dtype}; an fp32 island needs fp32 weights. Keep the model "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from amp_core.lowp.islands import island_names
+from amp_core.tensors import HALF
 
 _EPS = ("eps", "epsilon", "variance_epsilon", "layer_norm_eps")
 _NATIVE_NORMS = {
@@ -18,7 +19,6 @@ _NATIVE_NORMS = {
 }
 """Their kernels add eps in fp32, whatever the dtype of the input."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_HALF = (torch.float16, torch.bfloat16)
 _SMALLEST = 64
 """Narrower matmuls are memory-bound; Tensor Cores do not speed them up."""
 
@@ -50,7 +50,7 @@ def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tu
 
 def trained_in_16_bits(model: nn.Module) -> str:
     """What is wrong with weights that are trained and stored in 16 bits; "" without such weights."""
-    low = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in _HALF]
+    low = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in HALF]
     problem = (
         f"{', '.join(low[:3])}{', ...' if low[3:] else ''} are trained and stored in 16 bits: updates below half of "
         f"their spacing are lost, and no loss scale can be used (torch: 'Attempting to unscale FP16 gradients'). Store "
@@ -111,17 +111,10 @@ def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tupl
     """
     found = []
     for name, module in in_16_bits(model, dtype):
-        if isinstance(module, nn.Linear):
-            sizes = {"in_features": module.in_features, "out_features": module.out_features}
-        elif isinstance(module, CONVOLUTIONS):
-            # Per group, the size of the matmul.
-            sizes = {
-                "in_channels": module.in_channels // module.groups,
-                "out_channels": module.out_channels // module.groups,
-            }
-        else:
-            continue
-        for key, size in sizes.items():
+        keys = ("in_features", "out_features") if isinstance(module, nn.Linear) else ()
+        keys = ("in_channels", "out_channels") if isinstance(module, CONVOLUTIONS) else keys
+        for key in keys:
+            size = getattr(module, key) // getattr(module, "groups", 1)  # that of the matmul
             if size >= _SMALLEST and size % 8:
                 padded = size + -size % 8
                 found.append((name, f"{key}={size} is no multiple of 8; {padded} suits Tensor Cores better"))
@@ -130,10 +123,8 @@ def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tupl
 
 def in_16_bits(model: nn.Module, dtype: torch.dtype) -> list[tuple[str, nn.Module]]:
     """The modules with their names, without islands and their insides."""
-    if dtype not in _HALF:
-        return []
     islands = island_names(model)
-    if "" in islands:
+    if dtype not in HALF or "" in islands:
         return []
     inside = tuple(f"{name}." for name in islands)
     return [(name, m) for name, m in model.named_modules() if name not in islands and not name.startswith(inside)]

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
+from amp_core.lowp.masters import buckets, weights_by_side
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
-from amp_core.lowp.weights import buckets, weights_by_side
 from amp_core.torch_private import foreach_copy_
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -12,7 +12,6 @@ Each of our kernels adds 5 to 10 microseconds to its operator.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -133,11 +132,11 @@ def policy_in_use() -> Literal["device", "cuda"]:
 @contextlib.contextmanager
 def kept_policy() -> Iterator[None]:
     """Restore the current policy at the end of the context."""
-    before = policy_in_use()
+    restore = restore_policy if _library is None else use_cuda_policy
     try:
         yield
     finally:
-        (restore_policy if before == "device" else use_cuda_policy)()
+        restore()
 
 
 @contextlib.contextmanager
@@ -185,21 +184,18 @@ def aten(name: str) -> Any:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _beneath_autocast() -> contextlib.AbstractContextManager[Any]:
-    return _excluded(_key_set(_key.AutocastCPU))
+def _beneath_autocast(op: Any, args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> Any:
+    """What an operator returns; with a `dtype` for inputs in it."""
+    with _excluded(_key_set(_key.AutocastCPU)):
+        return op(*args, **kwargs) if dtype is None else op(*_cast(args, dtype), **_cast(kwargs, dtype))
 
 
-def _cast_to(dtype: Callable[[], torch.dtype], op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _cast(args, dtype()), _cast(kwargs, dtype())
-        with _beneath_autocast():
-            return op(*args, **kwargs)
-
-    return kernel
+def _lower(op: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _beneath_autocast(op, args, kwargs, torch.get_autocast_dtype("cpu"))
 
 
-_lower = functools.partial(_cast_to, lambda: torch.get_autocast_dtype("cpu"))
-_fp32 = functools.partial(_cast_to, lambda: torch.float32)
+def _fp32(op: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _beneath_autocast(op, args, kwargs, torch.float32)
 
 
 def _fp32_result(op: Any) -> Callable[..., Any]:
@@ -209,8 +205,7 @@ def _fp32_result(op: Any) -> Callable[..., Any]:
         given = args[place] if len(args) > place else kwargs.get("dtype")
         if given is None and _is_eligible(args[0]):
             args, kwargs = args[:place], kwargs | {"dtype": torch.float32}
-        with _beneath_autocast():
-            return op(*args, **kwargs)
+        return _beneath_autocast(op, args, kwargs)
 
     return kernel
 
@@ -222,9 +217,8 @@ def _fp32_appended(op: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         # The dispatcher omits trailing default arguments; the other overload needs them.
-        args = (*args, *defaults[len(args) :])
-        with _beneath_autocast():
-            return with_dtype(*args, dtype=torch.float32 if _is_eligible(args[0]) else args[0].dtype)
+        dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
+        return _beneath_autocast(with_dtype, (*args, *defaults[len(args) :]), {"dtype": dtype})
 
     return kernel
 
@@ -233,14 +227,12 @@ def _widest(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         low = torch.get_autocast_dtype("cpu")
         widest = low
-        for tensor in filter(_is_eligible, _tensors([*args, *kwargs.values()])):
+        for tensor in filter(_is_eligible, _leaves([*args, *kwargs.values()])):
             if torch.float32 in (widest, tensor.dtype):
                 widest = torch.float32
             elif tensor.dtype is not low:
                 raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")  # as CUDA says it
-        args, kwargs = _cast(args, widest), _cast(kwargs, widest)
-        with _beneath_autocast():
-            return op(*args, **kwargs)
+        return _beneath_autocast(op, args, kwargs, widest)
 
     return kernel
 
@@ -252,11 +244,7 @@ def _through_fp32(op: Any) -> Callable[..., Any]:
 
 def _as_cuda_answers(op: Any) -> Callable[..., Any]:
     cuda = _key_set(_key.AutocastCUDA)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return op.redispatch(cuda, *args, **kwargs)  # raises before it looks at a tensor
-
-    return kernel
+    return lambda *args, **kwargs: op.redispatch(cuda, *args, **kwargs)  # raises before it looks at a tensor
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------
@@ -264,20 +252,16 @@ def _as_cuda_answers(op: Any) -> Callable[..., Any]:
 
 def _is_eligible(value: Any) -> bool:
     """Whether autocast would cast it: float64 and integers stay what they are."""
-    return (
-        isinstance(value, Tensor)
-        and value.is_floating_point()
-        and value.dtype is not torch.float64
-        and value.device.type == "cpu"
-    )
+    is_floating = isinstance(value, Tensor) and value.is_floating_point()
+    return is_floating and value.dtype is not torch.float64 and value.device.type == "cpu"
 
 
-def _tensors(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _tensors(value)
-        else:
-            yield value
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
 
 
 _copies: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}

@@ -76,30 +76,27 @@ class Products:
         return cls(inputs, weights, gradients, stochastic, hadamard, granularity == "row_gw_hp")
 
     @property
+    def has_units(self) -> bool:
+        """Whether some GPUs have units for them."""
+        return self.inputs.scale == "fp32" and self.inputs.block[1] is None
+
+    @property
     def multiple(self) -> int:
         """Of both sizes of a layer, and of the rows of its inputs."""
         return max(16, *(size or 1 for how in (self.inputs, self.weights) for size in how.block))
 
 
-_FP8 = {
-    "tensor": ((None, None), (None, None)),
-    "row": ((1, None), (1, None)),
-    "row_gw_hp": ((1, None), (1, None)),
-    "block": ((1, 128), (128, 128)),
-}
+_ROWS = ((1, None), (1, None))
+_FP8 = {"tensor": ((None, None), (None, None)), "row": _ROWS, "row_gw_hp": _ROWS, "block": ((1, 128), (128, 128))}
 _MX = {"mxfp8": E4M3, "mxfp6": E3M2, "mxfp4": E2M1}
 
 
 def products_of(config: AmpConfig) -> Products:
     """Those of a mode with a format."""
     assert config.format is not None
+    how = {"stochastic": config.stochastic_gradients, "hadamard": config.hadamard}
     return Products.of(
-        config.format,
-        config.granularity,
-        config.scale_rule,
-        stochastic=config.stochastic_gradients,
-        hadamard=config.hadamard,
-        square_weights=config.square_weights,
+        config.format, config.granularity, config.scale_rule, square_weights=config.square_weights, **how
     )
 
 
@@ -116,7 +113,6 @@ def use_mode(net: nn.Module, config: AmpConfig) -> None:
 
 
 def is_converted(net: nn.Module) -> bool:
-    """Whether a layer of `net` multiplies in a low format."""
     return any(isinstance(module, LowLinear) for module in net.modules())
 
 
@@ -132,12 +128,11 @@ def pays(layer: nn.Module, how: Products) -> str:
         return f"no multiple of {how.multiple}"
     if not isinstance(layer, LowLinear):
         return "kept"
-    if how.inputs.scale != "fp32" or how.inputs.block[1] is not None:
+    if not how.has_units:
         return "emulated"
+    is_small = outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
     if how.inputs.block[0] is None:
         is_small = inputs <= 4096 and outputs <= 1024
-    else:
-        is_small = outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
     return "too small" if is_small else "pays"
 
 
@@ -158,9 +153,8 @@ def use_products(
     """
     linears = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
     chosen = {name: None for pattern in patterns for name in _matching(pattern, linears)}
-    kept = {name for pattern in high or () for name in _matching(pattern, linears)}
-    if high is None:
-        kept = {name for pattern in HIGH for name in fnmatch.filter(linears, pattern)}
+    match = fnmatch.filter if high is None else lambda names, pattern: _matching(pattern, names)
+    kept = {name for pattern in (HIGH if high is None else high) for name in match(linears, pattern)}
     islands = island_names(net)
     left_alone = []
     for name in chosen:
@@ -192,10 +186,8 @@ def _obstacle(name: str, layer: nn.Linear, islands: list[str], multiple: int) ->
 
 def is_emulated(device: str | torch.device, how: Products) -> bool:
     """Whether `device` has no units for the products, and they are emulated in fp32."""
-    device = torch.device(device)
-    if how.inputs.scale != "fp32" or how.inputs.block[1] is not None or device.type != "cuda" or _scaled_mm is None:
-        return True
-    return torch.cuda.get_device_capability(device) < (8, 9)
+    is_cuda = torch.device(device).type == "cuda" and _scaled_mm is not None
+    return not (how.has_units and is_cuda and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 class LowLinear(nn.Linear):

@@ -1,27 +1,9 @@
-"""fp32 values in 16 bits without bias: as a sum of two, or stochastically rounded."""
+"""fp32 values in 16 bits: as upper and lower bits, or stochastically rounded, without bias."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two 16-bit tensors whose sum is the fp32 `value` with about twice the precision of one. Idempotent.
-
-    The relative error is at most 2^-17 (bfloat16).
-    """
-    # Of a value in [2^e, 2^(e+1)) bfloat16, with ulps of 2^(e-7), leaves a rest of at most 2^(e-8). Numbers up to there
-    # have ulps of at most 2^(e-16), so that the rest is off by half of one, 2^-17 of the value.
-    low = value.to(dtype)
-    # Once more, for ties: the remainder may have been rounded to just half of a last digit.
-    value = low.float() + _rest(value, low)
-    low = value.to(dtype)
-    return low, _rest(value, low)
-
-
-def _rest(value: Tensor, low: Tensor) -> Tensor:
-    return (value - low.float()).to(low.dtype).nan_to_num_(0.0, 0.0, 0.0)  # what is infinite, or rounds to it, has none
 
 
 def halve(value: Tensor) -> tuple[Tensor, Tensor]:

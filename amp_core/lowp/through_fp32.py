@@ -46,9 +46,9 @@ def compute_in_fp32(dtype: torch.dtype) -> None:
     names = _CONVOLUTIONS if dtype is torch.float16 else ()
     if not cpu_has(str(dtype).removeprefix("torch.")):
         names = (*_CONVOLUTIONS, *_PRODUCTS)
+    if _end is None or not names:
+        return
     with _switching:
-        if _end is None or not names:
-            return
         _library = _library or torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"(?s).*[Oo]verriding a previously registered kernel", UserWarning)

@@ -1,4 +1,4 @@
-"""Networks with 16-bit weights, and five ways to update them.
+"""Networks with 16-bit weights, and four ways to update them.
 
     weights = LowPrecisionWeights(net, torch.bfloat16, "stochastic")
     optimizer = Adam(master_params(net), fused=True)     # owns fp32 weights, and keeps fp32 moments
@@ -15,7 +15,6 @@ computed in fp32, and the modes differ in how much of the result they keep:
     update       a weight is                                     bytes per weight between steps
     master       the rounded copy of an fp32 master weight       6   (Micikevicius et al., arXiv:1710.03740; apex's O2)
     remainder    its upper 16 bits, rounded, and the lower ones   4   (Transformer Engine, modded-nanogpt)
-    kahan        the sum of two bfloat16 numbers                 4   (Zamirai et al., arXiv:2010.06192)
     stochastic   bfloat16, stochastically rounded                2   (Gupta et al., arXiv:1502.02551)
     nearest      16-bit, rounded to nearest                      2   (apex's O3; stalls)
 
@@ -26,38 +25,35 @@ divides by zero.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_core.lowp.rounding import halve, noise_16bit, round_stochastically, split, whole
-from amp_core.tensors import full_copy, is_sharded, several_ranks
+from amp_core.lowp.masters import buckets, master_params, sides
+from amp_core.lowp.rounding import halve, noise_16bit, round_stochastically, whole
+from amp_core.tensors import HALF, several_ranks
 from amp_core.torch_private import NormBase, foreach_copy_, is_missing, version_of
 
-Update = Literal["master", "remainder", "stochastic", "kahan", "nearest"]
+Update = Literal["master", "remainder", "stochastic", "nearest"]
 
 _SEES_WRITES = not is_missing("torch.Tensor._version")
-_HALF = (torch.float16, torch.bfloat16)
-_BUCKET = 1 << 23  # elements that are handled at a time: 32 MiB in fp32
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Fp32:
-    """The fp32 side of a 16-bit weight. Holds no reference to the weight, which `_sides` would keep alive."""
+class Fp32Side:
+    """The fp32 side of a 16-bit weight. Holds no reference to the weight, which `sides` would keep alive."""
 
     master: nn.Parameter
     """The tensor that the optimizer owns. Unless `keeps`, it has memory only during a step and reads as NaN between
     steps."""
     keeps: bool
     rest: Tensor | None
-    """kahan: value minus weight, in 16 bits. remainder: the lower bits of the value, int16."""
+    """remainder: the lower bits of the value, int16."""
     version: int | None = None
     """The version of the weight when it was last known to be the rounded value; None: a program has its `data`."""
 
@@ -75,11 +71,8 @@ class _Fp32:
         if self.keeps:
             # Where the weight is still the rounded master nobody wrote, and the digits behind it stay.
             self.master.copy_(torch.where(low == self.master.to(low.dtype), self.master, low.float()))
-        elif self.rest is not None and self.rest.dtype is torch.int16:
-            self.rest.masked_fill_(low == 0, 0)  # any bits round to the weight; half of a last digit remains elsewhere
         elif self.rest is not None:
-            # The rest of another weight would move this one.
-            self.rest.masked_fill_((low.float() + self.rest).to(low.dtype) != low, 0.0)
+            self.rest.masked_fill_(low == 0, 0)  # any bits round to the weight; half of a last digit remains elsewhere
         self.version = version_of(low)
 
     def take(self, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -91,24 +84,18 @@ class _Fp32:
 
 def join(low: Tensor, rest: Tensor | None) -> Tensor:
     """The fp32 value of a 16-bit tensor and its rest, as `part` made them."""
-    if rest is None:
-        return low.float()
-    return whole(low, rest) if rest.dtype is torch.int16 else low.float() + rest
+    return low.float() if rest is None else whole(low, rest)
 
 
 def part(value: Tensor, dtype: torch.dtype, rest: Tensor | None) -> Tensor:
-    """The 16-bit tensor for `value`; `rest` gets what it lacks: the lower bits (int16), or a second number."""
+    """The 16-bit tensor for `value`; `rest` gets the lower bits that it lacks (int16)."""
     if rest is None:
         return value.to(dtype)
-    value = value.to(rest.device, torch.float32)
-    # bfloat16 has 8 significant bits, so two of them hold about 16 of the 24 of fp32.
-    low, lacking = halve(value) if rest.dtype is torch.int16 else split(value, dtype)
+    low, lacking = halve(value.to(rest.device, torch.float32))
     rest.copy_(lacking)
     return low
 
 
-_sides = WeakTensorKeyDictionary()
-"""16-bit weight -> _Fp32."""
 _grad: Any = torch.Tensor.grad
 _data: Any = torch.Tensor.data
 
@@ -122,14 +109,14 @@ class _LowParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         # A tracer refuses gradients of another dtype, and needs none.
-        return _sides[self].master.grad if self in _sides and not torch.compiler.is_compiling() else _grad.__get__(self)
+        return sides[self].master.grad if self in sides and not torch.compiler.is_compiling() else _grad.__get__(self)
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        if self not in _sides:
+        if self not in sides:
             _grad.__set__(self, grad)
         else:
-            _sides[self].master.grad = None if grad is None else grad.float()
+            sides[self].master.grad = None if grad is None else grad.float()
 
     @grad.deleter
     def grad(self) -> None:
@@ -146,67 +133,14 @@ class _LowParameter(nn.Parameter):
         _data.__set__(self, data)
 
     def _has_unseen_writes(self) -> None:
-        if self in _sides:
-            _sides[self].version = None
+        if self in sides:
+            sides[self].version = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin: Any = super().__deepcopy__(memo)
         if type(twin) is _LowParameter:
             twin.__class__ = nn.Parameter  # type: ignore[assignment]
         return twin
-
-
-def master_params(net: nn.Module) -> list[nn.Parameter]:
-    """The parameters for an optimizer: the fp32 side of each 16-bit weight, and all other weights, in the usual order.
-
-    They have the weights' shapes and get the gradients. For any network or module of one. Those of `bf16_pure` and `o3`
-    have values within a step alone, and are NaN between steps.
-    """
-    return [_sides[p].master.requires_grad_(p.requires_grad) if p in _sides else p for p in net.parameters()]
-
-
-def weights_by_side() -> dict[Tensor, Tensor]:
-    """fp32 side -> its 16-bit weight, whose strides it has in a step. Between steps it may be one number, expanded."""
-    return {side.master: low for low, side in _sides.items()}
-
-
-def is_low(param: Tensor) -> bool:
-    """Whether a weight is held in 16 bits."""
-    return param in _sides
-
-
-def fp32_values(params: Iterable[Tensor]) -> list[Tensor]:
-    """The values of weights, in fp32 for 16-bit ones. Read only."""
-    return [_sides[p].value(p) if p in _sides else p.detach() for p in params]
-
-
-def fp32_copy(net: nn.Module) -> nn.Module:
-    """A deep copy of `net` with its fp32 values, which computes in fp32. Unsharded; collective if `net` is sharded."""
-    if is_sharded(net):
-        return full_copy(net)
-    twin = copy.deepcopy(net)
-    for module in twin.modules():
-        for hooks in (table for table in vars(module).values() if isinstance(table, dict)):
-            for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
-                del hooks[key]
-    for p, low in zip(twin.parameters(), net.parameters(), strict=True):
-        if low in _sides:
-            p.data = _sides[low].value(low).clone()
-    return twin
-
-
-def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one device with at most `_BUCKET` elements, or a single larger one."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if bucket and (size + tensor.numel() > _BUCKET or tensor.device != bucket[0].device):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.numel()
-    if bucket:
-        yield bucket
 
 
 def low_weights(net: nn.Module) -> list[nn.Parameter]:
@@ -241,7 +175,7 @@ class LowPrecisionWeights:
     Islands (`keep_fp32`) and batch or instance normalisation keep fp32 weights; PyTorch refuses 16-bit ones beside fp32
     statistics. All buffers stay fp32: fp16 running variances are inf after one batch of standard deviation 2000, and
     positions collide. Modules with 16-bit weights cast their floating inputs, islands cast their outputs back, and
-    `net` returns fp32, also in nested containers.
+    `net`, the outermost module that is called, returns fp32, also in nested containers.
 
     `state_dict()` holds fp32 values, so that every mode resumes from every other's checkpoint. Loaded values are kept
     as exactly as the mode can: bit-exact from its own checkpoints, with `num_taken` (`Amp.counters`).
@@ -253,26 +187,19 @@ class LowPrecisionWeights:
     Create it on the device, after `keep_fp32` and before optimizers, EMA and guards. In a process group all ranks start
     with the weights and buffers of rank 0.
 
-    Args:
-        net: the outermost module that is called.
-        dtype: float16 or bfloat16.
-        update: see the top of this file.
-
     Attributes:
         num_taken: 0-d int64 tensor, taken steps, which seed the noise of stochastic rounding.
 
-    Raises:
-        ValueError: `dtype` and `update` do not fit together; the weights are 16-bit already, or none would be.
+    ValueError: `dtype` and `update` do not fit together; the weights are 16-bit already, or none would be.
     """
 
     @torch.no_grad()
     def __init__(self, net: nn.Module, dtype: torch.dtype, update: Update) -> None:
-        if dtype not in _HALF or update not in get_args(Update):
+        if dtype not in HALF or update not in get_args(Update):
             raise ValueError(f"{dtype}, {update!r}: expected float16 or bfloat16, and one of {get_args(Update)}")
         if update in ("stochastic", "remainder") and dtype is not torch.bfloat16:
-            how = {"stochastic": "stochastic rounding"}.get(update, update)
-            raise ValueError(f"{how} is for bfloat16 weights; {dtype}: use 'master'")
-        if any(p.dtype in _HALF for p in net.parameters()):
+            raise ValueError(f"update={update!r} is for bfloat16 weights; {dtype}: use 'master'")
+        if any(p.dtype in HALF for p in net.parameters()):
             raise ValueError("the weights are 16-bit already, their fp32 values are lost; pass a network in fp32")
         lows = low_weights(net)
         if not lows:
@@ -285,14 +212,14 @@ class LowPrecisionWeights:
         self.update = update
         self.num_taken = torch.zeros((), dtype=torch.int64, device=lows[0].device)
         self._nan = {device: torch.full((), torch.nan, device=device) for device in {p.device for p in lows}}
-        self._weights: dict[Tensor, tuple[nn.Parameter, _Fp32]] = {}
+        self._weights: dict[Tensor, tuple[nn.Parameter, Fp32Side]] = {}
         for low in lows:
             side = self._store(low)
             self._weights[side.master] = (low, side)
         self._owned: set[Tensor] = set(master_params(net))
 
         for module in net.modules():
-            if not any(p in _sides for p in module.parameters(recurse=False)):
+            if not any(p in sides for p in module.parameters(recurse=False)):
                 continue
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # cuDNN needs them contiguous
@@ -306,15 +233,13 @@ class LowPrecisionWeights:
             "dicts, or make another Amp and let it prepare a network in fp32"
         )
 
-    def _store(self, low: nn.Parameter) -> _Fp32:
-        value, trains = low.detach(), low.requires_grad
-        keeps = self.update == "master"
-        kinds = {"kahan": self.dtype, "remainder": torch.int16}
-        rest = torch.zeros_like(value, dtype=kinds[self.update]) if self.update in kinds else None
-        side = _Fp32(nn.Parameter(value if keeps else self._nan[low.device].expand(low.shape), trains), keeps, rest)
+    def _store(self, low: nn.Parameter) -> Fp32Side:
+        value, trains, keeps = low.detach(), low.requires_grad, self.update == "master"
+        rest = torch.zeros_like(value, dtype=torch.int16) if self.update == "remainder" else None
+        side = Fp32Side(nn.Parameter(value if keeps else self._nan[low.device].expand(low.shape), trains), keeps, rest)
         low.data = side.take(value, self.dtype)
         side.version = version_of(low)
-        _sides[low] = side
+        sides[low] = side
         if type(low) is nn.Parameter:
             low.__class__ = _LowParameter
 
@@ -332,15 +257,14 @@ class LowPrecisionWeights:
         low.requires_grad_(trains)
         return side
 
-    def _of(self, params: Iterable[Tensor]) -> list[tuple[nn.Parameter, _Fp32]]:
+    def _of(self, params: Iterable[Tensor]) -> list[tuple[nn.Parameter, Fp32Side]]:
         return [self._weights[p] for p in params if p in self._weights]
 
     @torch.no_grad()
     def reduce_(self, params: Iterable[Tensor]) -> None:
         """Sum gradients over ranks in fp32, in a few large buckets. Once per step, before they are unscaled or read.
 
-        All ranks must have gradients for the same weights; those of other networks are ignored. Does not overlap with
-        the backward pass.
+        All ranks must have gradients for the same weights; those of other networks are ignored.
         """
         grads = [p.grad for p in params if p in self._owned and p.grad is not None] if several_ranks() else []
         if any(grad.is_sparse for grad in grads):
@@ -362,22 +286,18 @@ class LowPrecisionWeights:
 
     @torch.no_grad()
     def end_step(self, params: Iterable[Tensor], taken: Tensor) -> None:
-        """Write the 16-bit weights. A skipped step leaves every bit unchanged. No host-device sync.
-
-        `params` are as in `begin_step`; `taken` is a 0-d bool tensor.
-        """
+        """Write the 16-bit weights if `taken` (0-d bool), else leave every bit unchanged. No host-device sync."""
         mine = self._of(params)
         if not mine:
             return
-        # After a skipped step they are the values of the weights, on which each rounding, also the stochastic one, is
-        # exact.
+        # After a skipped step: the values of the weights, on which each rounding, also the stochastic one, is exact.
         values = [side.master.detach() for _, side in mine]
         if self.update == "stochastic":
             sizes = [value.numel() for value in values]
             # Seeded by the number of steps: the same on all ranks, whose weights so stay equal, and after a resume.
             noises = noise_16bit(sum(sizes), self.num_taken).split(sizes)
             values = [round_stochastically(v, noise.to(v.device)) for v, noise in zip(values, noises, strict=True)]
-        elif self.update in ("kahan", "remainder"):
+        elif self.update == "remainder":
             values = [side.take(value, self.dtype) for value, (_, side) in zip(values, mine, strict=True)]
         for (low, side), value in zip(mine, values, strict=True):
             low.copy_(value)
@@ -389,11 +309,6 @@ class LowPrecisionWeights:
 
 
 # --- hooks: functions of this module, so that a network can be copied and pickled with them
-
-
-def _is_ours(hook: Any) -> bool:
-    hook = getattr(hook, "hook", hook)  # torch wraps some of them
-    return getattr(getattr(hook, "func", hook), "__module__", None) == __name__
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -426,8 +341,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _save_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-        if p in _sides and prefix + name in state:
-            state[prefix + name] = _sides[p].value(p)
+        if p in sides and prefix + name in state:
+            state[prefix + name] = sides[p].value(p)
 
 
 @torch.no_grad()
@@ -436,5 +351,5 @@ def _load_fp32(module: nn.Module, state: dict[str, Any], prefix: str, metadata: 
         raise ValueError("load_state_dict(assign=True) would replace 16-bit weights; use assign=False")
     for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
         new = state.get(prefix + name)
-        if p in _sides and isinstance(new, Tensor) and new.shape == p.shape:  # else torch raises its own error
-            state[prefix + name] = _sides[p].take(new, p.dtype)
+        if p in sides and isinstance(new, Tensor) and new.shape == p.shape:  # else torch raises its own error
+            state[prefix + name] = sides[p].take(new, p.dtype)

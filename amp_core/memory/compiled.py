@@ -222,10 +222,9 @@ def missing_compiler(backend: str, device_type: str) -> str | None:
         return None
     known = find("torch._inductor.config").cpp.cxx
     candidates = known if isinstance(known, list | tuple) else (known,)
-    try:
+    found = None
+    with contextlib.suppress(none_found):
         found = get_cpp_compiler()
-    except none_found:
-        found = None
     if found is None or shutil.which(found) is None:
         return f"inductor needs a C++ compiler for a CPU; found none of {', '.join(filter(None, candidates))}"
     return None

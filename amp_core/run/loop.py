@@ -44,7 +44,6 @@ from amp_core.step.ema import Ema
 from amp_core.step.observer import Observer, around_window
 from amp_core.step.report import StepReport
 from amp_core.step.schedule import Schedule
-from amp_core.step.skips import attempts
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import is_sharded
 
@@ -201,7 +200,7 @@ class Loop:
         while self.step < end:
             window = next(windows)
             with self.step_of(window) as dropped, around_window(self.observers, self.step + 1):
-                for _ in () if dropped else attempts(self.amp):
+                for _ in () if dropped else self.amp.passes():
                     yield window
             if self.step == begin + 1:
                 self.checkpoint.prepare()

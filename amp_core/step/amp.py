@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from amp_core.config.schema import AmpConfig
-from amp_core.lowp.weights import LowPrecisionWeights
 from amp_core.step import settings
 from amp_core.step.buffers import BufferGuard
 from amp_core.step.clip import Clip
@@ -36,12 +37,16 @@ from amp_core.step.gradients import as_scalar, at_least_fp32, run_backward, with
 from amp_core.step.observer import Observer, show_gradients
 from amp_core.step.report import Rehearsal, StepReport
 from amp_core.step.scaler import LossScale, Numbers, policy_of
-from amp_core.step.skips import Attempts, Outliers, counters_of, load_counters
-from amp_core.step.state import Decide, OptimizerState, WindowState
+from amp_core.step.state import OptimizerState, WindowState
 from amp_core.step.steppable import can_skip_on_device, require_fits_mode, require_own_weights, require_steppable
-from amp_core.tensors import has_16bit, is_sharded, several_ranks
+from amp_core.tensors import HALF, has_16bit, is_sharded, several_ranks
 from amp_core.torch_private import log_missing
 
+if TYPE_CHECKING:
+    from amp_core.lowp.weights import LowPrecisionWeights
+    from amp_core.step.skips import Attempts, Outliers
+
+logger = logging.getLogger("amp_recipes")
 _USABLE = "_amp_core_usable"  # where an optimizer keeps which `Amp` has checked it, with how many groups
 
 
@@ -51,20 +56,17 @@ class Amp:
     Every method works in every mode; in fp32 and bf16 the loss scale is 1.
 
     A step is skipped if the global norm of the gradients in float32 is not finite, so gradients beyond 1e19 count as an
-    overflow too, or if a loss of its window is not: `where` and `detach` let finite gradients come from such a loss,
-    which leaves the loss scale alone. All ranks skip the same steps, also when their gradients differ (sharded heads):
-    `step` reduces two numbers over the ranks. A window without gradients takes no step and does not move the scale; one
-    whose gradients were set to None without a step is forgotten.
+    overflow too, or if a loss of its window is not (`where` and `detach` let finite gradients come from it), which
+    leaves the scale alone. All ranks skip alike, also when their gradients differ (sharded heads). A window without
+    gradients takes no step and does not move the scale; one whose gradients were set to None is forgotten.
 
     Args:
         config: the mode and its loss-scale policy, for example from `Amp.named`.
-        device: where the model lives. Set for the whole process until `Amp.restore_process()`: TF32 on CUDA, as
-            `config.matmul_precision` says; on a CPU `config.op_policy=cuda`, and fp32 sums in fp16 convolutions (in
-            products too, if it has no fp16 units).
+        device: where the model lives. Set for the whole process until `Amp.restore_process()`: TF32 on CUDA; on a CPU
+            `config.op_policy=cuda`, and fp32 sums in fp16 convolutions (in products too, if it has no fp16 units).
         samples: samples of a micro-batch; needed by a policy with `max_scale_per_sample`.
 
-    Raises:
-        ConfigError: the policy needs `samples`, or the device is not there.
+    ConfigError: the policy needs `samples`, or the device is not there.
     """
 
     sets_process: ClassVar = True  # False within another trainer: none of what `device` sets
@@ -82,19 +84,19 @@ class Amp:
         settings.set_for(config, self.device, self._low, self.sets_process)
         self._checked: set[frozenset[tuple[int, int]]] = set()
         self._guards: list[BufferGuard] = []
-        self.weights: list[LowPrecisionWeights] = []
-        """The weights of networks with 16-bit weights, in the order of `prepare`."""
+        self.weights: list[LowPrecisionWeights] = []  # of networks with 16-bit weights, in the order of `prepare`
         self._window = WindowState()
-        self._probes: list[weakref.ref[Tensor]] = []
-        """A weight that got a gradient in the first step, of each optimizer."""
+        self._probes: list[weakref.ref[Tensor]] = []  # a weight that got a gradient in each optimizer's first step
         self._sharing = 0
-        self._decide_on_host = Decide()
+        self._has_said = False
         self._rehearsal: Rehearsal | None = None
-        self.attempts: Attempts | None = None
-        """Of the window inside `attempts`, where `config.retry` is set."""
-        self.outliers = None if config.skip_above is None else Outliers(config.skip_above, self.device)
-        self.observers: list[Observer] = []
-        """Told of each loss, gradient and step."""
+        self.attempts: Attempts | None = None  # of the window inside `passes`
+        self.outliers: Outliers | None = None
+        if config.skip_above is not None:
+            from amp_core.step.skips import Outliers  # other modes need none of it
+
+            self.outliers = Outliers(config.skip_above, self.device)
+        self.observers: list[Observer] = []  # told of each loss, gradient and step
         self._numbers = Numbers(self.device)
         self._zero = self._numbers[0.0]
         self._skips = torch.zeros(2, dtype=torch.float32, device=self.device)
@@ -103,42 +105,35 @@ class Amp:
 
     @classmethod
     def named(cls, mode: str, device: str | torch.device = "cpu", *, samples: int | None = None, **fields: Any) -> Amp:
-        """A mode of `conf/amp`, with some fields replaced.
-
-        ConfigError: no such mode or field, or values that contradict each other.
-        """
+        """A mode of `conf/amp`, with some fields replaced. ConfigError: no such mode or field, or a contradiction."""
         from amp_core.config.rules import amp_config  # runs of train.py come with a configuration
 
         return cls(amp_config(mode, **fields), device, samples=samples)
 
-    @staticmethod
-    def restore_process() -> None:
-        """Undo what all `Amp` objects have set for the whole process; see `device`. Later ones set it again."""
-        settings.restore()
+    restore_process = staticmethod(settings.restore)
+    """Undo what all `Amp` objects have set for the whole process; see `device`. Later ones set it again."""
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     def autocast(self, *, cache: bool = True) -> contextlib.AbstractContextManager[Any]:
-        """The context for forward pass and loss, in training and evaluation. Not for the backward pass.
+        """The context for forward pass and loss, in training and evaluation; not for the backward pass.
 
-        One region per forward: it caches 16-bit copies of the weights, which go stale when these change. `cache=False`
-        casts at each use, for several threads at a time, whose regions share one cache that the first to end empties.
+        One region per forward: cached 16-bit copies of weights go stale when these change. `cache=False`: for several
+        threads at a time, since the first region that ends empties the cache of all.
         """
-        kind = self.device.type
-        if not self._casts:
-            return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
         # A copy made without a graph would be served to a later pass that needs gradients.
         cache = cache and (self._sharing == 0 or torch.is_grad_enabled())
-        return torch.autocast(kind, dtype=self.dtype, cache_enabled=cache)
+        if self._casts:
+            return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=cache)
+        return self._autocast_off() if torch.is_autocast_enabled(self.device.type) else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def cache_weight_casts(self, *nets: nn.Module) -> Iterator[None]:
         """Around the micro-batches of a window: cast each weight once per window, not once per micro-batch.
 
-        Gradients are those without it, bit for bit, but for weights that are also used in fp32, as an embedding that
-        is tied to the last layer: there the same numbers are summed in another order, in fp32. Weights may be changed
-        inside by nothing but `step`. The copies stay in memory until the window ends. Does nothing if one of `nets`,
-        which run inside, is sharded: its weights are gathered only briefly.
+        Gradients are those without it, bit for bit; those of weights that are also used in fp32, as an embedding that
+        is tied to the last layer, are summed in another order, in fp32. Only `step` may change weights inside. Does
+        nothing if one of `nets`, which run inside, is sharded: its weights are gathered only briefly.
         """
         if not self._casts or any(is_sharded(net) for net in nets):
             yield
@@ -160,14 +155,12 @@ class Amp:
         retain_graph: bool = False,
         inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Backward pass of the scaled loss, with autocast off.
+        """Backward pass of the scaled loss, with autocast off. `retain_graph`, `inputs`: as in `autograd.backward`.
 
         Args:
             loss: a scalar of any floating dtype; or any tensor, with a gradient of its shape.
-            gradient: the weight of the loss, a number or a 0-d tensor, such as `micro.weight`; or the gradient of a
-                loss computed elsewhere with respect to the tensor `loss`. It is scaled.
-            retain_graph: as in `torch.autograd.backward`.
-            inputs: as there.
+            gradient: the weight of the loss, such as `micro.weight`; or the gradient of a loss computed elsewhere with
+                respect to the tensor `loss`. It is scaled.
 
         Raises:
             RuntimeError: it reaches weights whose gradients were already unscaled in this window.
@@ -177,18 +170,15 @@ class Amp:
         window.is_open = True
         unscaled = window.unscaled_gradients() if window.states else []
         if not isinstance(gradient, Tensor) or gradient.ndim == 0:
-            if loss.ndim:
-                loss = as_scalar(loss)
+            loss = as_scalar(loss) if loss.ndim else loss
             # In fp16 a loss of 1 times a scale of 65536 is already infinite. In float64 a weight of 1/3 needs float64.
             is_double = loss.dtype is torch.float64
             loss = loss if is_double else loss.float()
             self.note_loss(loss)
             # Weight and scale are the initial gradient, so they add no operator to the graph. A new tensor each time,
             # since gradients may be views of it; without a policy the scale is 1.
-            weight = gradient if isinstance(gradient, Tensor) else None if is_double else self._numbers[gradient]
-            gradient = self.scaler.scale.double() * gradient if weight is None else self.scaler.scale * weight
-            if window.scaled is None and weight is not None:
-                window.scaled = gradient, weight
+            weight = gradient if is_double or isinstance(gradient, Tensor) else self._numbers[gradient]
+            gradient = self.scaler.scale * weight if isinstance(weight, Tensor) else self.scaler.scale.double() * weight
         elif self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
         initial = gradient if gradient.dtype is loss.dtype and gradient.device == loss.device else gradient.to(loss)
@@ -223,12 +213,9 @@ class Amp:
     ) -> tuple[Tensor, ...]:
         """`torch.autograd.grad` through the loss scale: unscaled, differentiable gradients for penalties.
 
-        Args:
-            outputs: real, of any shape; it is summed. TypeError: complex.
-
-        Returns:
-            One gradient per input, in float32 or complex64, or wider where the input is. They may overflow in fp16
-            when the scale is large; the total loss is then not finite, the step is skipped and the scale falls.
+        `outputs` are real, of any shape, and are summed. TypeError: complex. Returns one gradient per input, in float32
+        or complex64, or wider where the input is. They may overflow in fp16 when the scale is large; the total loss is
+        then not finite, the step is skipped and the scale falls.
         """
         if outputs.is_complex():
             raise TypeError(f"amp.grad: outputs are {outputs.dtype}; expected real numbers, such as outputs.abs()")
@@ -280,11 +267,7 @@ class Amp:
         """Unscale the gradients of one optimizer in place, to read or change them between backward and step.
 
         `step` does this by itself, and checks again what is written afterwards. A gradient that is not finite here
-        makes `update` lower the loss scale, also without a step, as in `torch.amp.GradScaler`.
-
-        Raises:
-            RuntimeError: called twice in a window, or after the step.
-            TypeError, ValueError: as in `step`.
+        makes `update` lower the loss scale, also without a step, as in `torch.amp.GradScaler`. Raises as `step` does.
         """
         self._state_of(optimizer).unscale()
 
@@ -297,9 +280,7 @@ class Amp:
         sharded: Collection[torch.optim.Optimizer] = (),
         unclipped: Collection[torch.optim.Optimizer] = (),
     ) -> StepReport:
-        """Unscale, check, clip, and step if gradients and losses are finite. Once per window and optimizer.
-
-        No host-device sync if the optimizer is fused; otherwise one.
+        """Unscale, check, clip, and step if gradients and losses are finite. One host-device sync if not fused, else 0.
 
         Args:
             optimizer: any without a closure; not fused, if gradients are sparse. Several in a list step together or not
@@ -309,9 +290,8 @@ class Amp:
             sharded: optimizers whose gradients are this rank's shard; they are clipped by the global norm.
             unclipped: optimizers to which `clip` does not apply, such as that of a head.
 
-        Raises:
-            RuntimeError, ValueError: a second step before `update`; no optimizer, one twice, or a weight of several.
-            TypeError: 16-bit weights under a loss scale, sparse gradients and a fused step, or a step with a closure.
+        RuntimeError, ValueError: a second step before `update`; no optimizer, one twice, or a weight of several.
+        TypeError: 16-bit weights under a loss scale, sparse gradients and a fused step, or a step with a closure.
         """
         several = not isinstance(optimizer, torch.optim.Optimizer) and isinstance(optimizer, Iterable)
         optimizers: list[torch.optim.Optimizer] = list(optimizer) if several else [optimizer]  # type: ignore[list-item]
@@ -333,8 +313,7 @@ class Amp:
                 skipped = torch.addcmul(overflow, window.loss, self._zero).ne_(self._zero)  # inf times 0 is NaN
             window.is_stepping, Amp.num_calls = True, Amp.num_calls + 1
             window.num_stepped += len(states)
-            norms = [state.norm for state in states]
-            norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+            norm = states[0].norm if len(states) == 1 else torch.stack([state.norm for state in states]).norm()
             sizes, outlier = [] if self.outliers is None else self.outliers.sizes(window.loss, norm), None
             if agree:  # in one reduction, before any weight moves: replicas that decide differently drift apart
                 both = torch.stack((overflow, skipped, *sizes))
@@ -344,13 +323,10 @@ class Amp:
                 outlier = self.outliers.judge(optimizers[0], sizes, record=rehearsal is None)
                 skipped = torch.maximum(skipped, outlier)
             if rehearsal is not None:
-                rehearsal.add(skipped)
-                rehearsal.optimizers.update(optimizers)
-            skipped = torch.ones_like(skipped) if skips else skipped
-            taken = torch.eq(skipped, self._zero)
-            taken = taken if has_grads else torch.zeros_like(taken)
+                skipped = rehearsal.examine(optimizers, skipped)
+            taken = torch.eq(skipped, self._zero) if has_grads else torch.zeros_like(skipped, dtype=torch.bool)
             torch.clear_autocast_cache()  # an enclosing region would serve copies of the weights before this step
-            on_host = None if on_device else not skips and has_grads and self._decide_on_host(states, taken)
+            on_host = None if on_device else not skips and has_grads and self._decide(states, taken)
             for state in states:
                 state.stepped = True
                 if state.grads and not skips:
@@ -366,8 +342,7 @@ class Amp:
                 window.outcomes += [(overflow, skipped)]
             for observer in self.observers:
                 observer.on_step_end(taken)
-            scales = window.scaled and (self.scaler.scale, *window.scaled)
-            return StepReport(taken, norm, on_host, rehearsal is not None, overflow, outlier, scales)
+            return StepReport(taken, norm, on_host, rehearsal is not None, overflow, outlier)
 
     def update(self) -> None:
         """End the window: update the loss scale once, however many optimizers stepped. No host-device sync."""
@@ -398,6 +373,14 @@ class Amp:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     param.grad = None
+
+    def passes(self) -> Iterable[int]:
+        """The passes over a window: one, and further ones while it overflows, where `config.retry` is set."""
+        if not self.config.retry:
+            return (0,)
+        from amp_core.step.skips import attempts
+
+        return attempts(self)
 
     def forget_window(self) -> None:
         """Forget the current window after a failed capture, which computed nothing."""
@@ -438,7 +421,7 @@ class Amp:
     def can_make_islands(self, nets: Sequence[tuple[str, nn.Module]]) -> bool:
         """Whether modules can become islands now: it takes autocast, and weights in fp32, also where gathered."""
         in_16bit = self.weights or self.config.format or has_16bit(nets)
-        return self.dtype in (torch.float16, torch.bfloat16) and not in_16bit
+        return self.dtype in HALF and not in_16bit
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale in the layout of `torch.amp.GradScaler`; {} in modes without one. Waits for the device."""
@@ -468,24 +451,43 @@ class Amp:
 
     def counters(self) -> dict[str, Any]:
         """What a resumed run needs besides `state_dict`; `Checkpoint` saves it. Waits for the device."""
-        return counters_of(self)
+        return {
+            "skipped": int(self.num_skipped),
+            "consecutive_skips": int(self.num_consecutive_skips),
+            "rounded": [int(weights.num_taken) for weights in self.weights],
+            **({} if self.outliers is None else {"usual": self.outliers.state()}),
+            **({"kept_scale": self.scaler.kept} if self.scaler.kept else {}),
+        }
 
     def load_counters(self, progress: Mapping[str, Any]) -> None:
         """Restore what `counters` returned. A count that is missing is 0."""
-        load_counters(self, progress)
+        self.num_skipped.fill_(int(progress.get("skipped", 0)))
+        self.num_consecutive_skips.fill_(int(progress.get("consecutive_skips", 0)))
+        for weights, num_taken in zip(self.weights, chain(progress.get("rounded", []), repeat(0)), strict=False):
+            weights.num_taken.fill_(int(num_taken))
+        if self.outliers is not None:
+            self.outliers.load(progress.get("usual", []))
+        if kept := progress.get("kept_scale"):
+            self.scaler.recall(kept)
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
+    def _decide(self, states: Sequence[OptimizerState], taken: Tensor) -> bool:
+        """Read whether optimizers that cannot skip on the device step. Waits for it, which the log says once."""
+        if not self._has_said:
+            self._has_said = True
+            name = next(type(state.optimizer).__name__ for state in states if not state.on_device)
+            logger.info("%s is not fused: each step waits for the device once, to know whether to skip", name)
+        return bool(taken)
+
     def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         states = self._window.states
-        state = states.get(optimizer)
-        if state is None:
+        if optimizer not in states:
             if states or optimizer.__dict__.get(_USABLE) != (self, len(optimizer.param_groups)):
                 self._require_usable(optimizer)
             on_device = can_skip_on_device(optimizer)
-            state = OptimizerState(optimizer, on_device, self.scaler, self.weights, self._numbers)
-            states[optimizer] = state
-        return state
+            states[optimizer] = OptimizerState(optimizer, on_device, self.scaler, self.weights, self._numbers)
+        return states[optimizer]
 
     def _require_usable(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that cannot step in this mode, or beside the others of the window."""

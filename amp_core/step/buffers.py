@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.step.gradients import same, weights_of
 from amp_core.torch_private import buffers_of, foreach_copy_, passing_buffers_of
 

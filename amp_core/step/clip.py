@@ -60,27 +60,26 @@ class Clip:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_. Of an infinite norm it is infinite, and that step is skipped.
         return torch.maximum((norm + numbers[1e-6]).div_(numbers[self.threshold]), numbers[1.0])
 
-    def __call__(self, params: list[Tensor], grads: list[Tensor], norm: Tensor | None = None) -> None:
-        """Change the unscaled gradients of `params` in place, of sparse ones the values. No host-device sync.
+    def __call__(self, params: list[Tensor], grads: list[Tensor], norm: Tensor) -> None:
+        """Change the unscaled gradients of `params`, whose global norm is `norm` (0-d), in place. No host-device sync.
 
-        `norm`: their global norm, 0-d, which `Clip.norm` needs.
+        Of sparse gradients these are the values.
         """
         if self.kind == "norm":
-            if norm is None:
-                raise ValueError("Clip.norm clips by the global norm of the gradients; pass it, or use Amp.step")
             multiply_(grads, (self.threshold / (norm + 1e-6)).clamp_(max=1.0))  # rounded as in torch
             return
         if self.kind == "value":
-            grads = local(grads)
-            foreach_clamp_min_(grads, -self.threshold)
-            foreach_clamp_max_(grads, self.threshold)
+            foreach_clamp_min_(local(grads), -self.threshold)
+            foreach_clamp_max_(local(grads), self.threshold)
             return
-        if any(param.shape != grad.shape for param, grad in zip(params, grads, strict=True)):
+        pairs = list(zip(params, grads, strict=True))
+        if any(param.shape != grad.shape for param, grad in pairs):
             raise TypeError(
                 "Clip.adaptive compares each row of a weight and its gradient, which is sparse; use Clip.norm"
             )
-        norms = [norm for pair in zip(params, grads, strict=True) for norm in map(_unit_norms, pair)]
-        _join_vectors([tensor for pair in zip(params, grads, strict=True) for tensor in pair], norms)
+        tensors = [tensor for pair in pairs for tensor in pair]
+        norms = list(map(_unit_norms, tensors))
+        _join_vectors(tensors, norms)
         for grad, weight_norm, grad_norm in zip(local(grads), norms[::2], norms[1::2], strict=True):
             # max(|W|, 1e-3) as in their equation 3: without it the gradient of a weight that begins at 0 would always
             # be clipped to 0. The other bound keeps a gradient of 0 from 0 / 0.

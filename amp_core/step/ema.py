@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.config.schema import EmaConfig
-from amp_core.lowp.weights import buckets, fp32_copy, fp32_values
+from amp_core.lowp.masters import buckets, fp32_copy, fp32_values
 from amp_core.step.buffers import flat_groups
 from amp_core.step.gradients import same
 from amp_core.step.report import StepReport

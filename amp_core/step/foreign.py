@@ -25,16 +25,7 @@ from amp_core.step.gradients import weights_of
 from amp_core.step.steppable import arguments_without_default
 from amp_core.vision import import_torchvision
 
-KNOWN = (
-    "bitsandbytes",
-    "muon",
-    "prodigyopt",
-    "pytorch_optimizer",
-    "schedulefree",
-    "timm",
-    "torch_optimizer",
-    "torchao",
-)
+KNOWN = "bitsandbytes", "muon", "prodigyopt", "pytorch_optimizer", "schedulefree", "timm", "torch_optimizer", "torchao"
 """The packages of docs/OPTIMIZERS.md."""
 GROUP = "amp_recipes_optimizers"
 

@@ -26,15 +26,9 @@ if TYPE_CHECKING:
 
 _fused_sgd_, _fused_adam_ = find("torch._fused_sgd_"), find("torch._fused_adam_")
 _fused_adamw_ = find("torch._fused_adamw_")
-_MOMENTS: dict[Any, tuple[str, ...]] = {
-    cls: moments
-    for cls, moments, kernels in (
-        (torch.optim.SGD, ("momentum_buffer",), [_fused_sgd_]),
-        (torch.optim.Adam, ("exp_avg", "exp_avg_sq"), [_fused_adam_, _fused_adamw_]),
-        (torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), [_fused_adam_, _fused_adamw_]),
-    )
-    if None not in kernels
-}
+_MOMENTS: dict[Any, tuple[str, ...]] = {torch.optim.SGD: ("momentum_buffer",)} if _fused_sgd_ else {}
+if _fused_adam_ and _fused_adamw_:
+    _MOMENTS |= dict.fromkeys((torch.optim.Adam, torch.optim.AdamW), ("exp_avg", "exp_avg_sq"))
 # If torch does not tell whether there are hooks, assume there are.
 _all_before = find("torch.optim.optimizer._global_optimizer_pre_hooks", True)
 _all_after = find("torch.optim.optimizer._global_optimizer_post_hooks", True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.tensors import global_grad_norm, is_dtensor, is_state_sharded, local
-from amp_core.torch_private import find, foreach_norm, version_of
+from amp_core.torch_private import find, foreach_norm
 
 _run_backward = find("torch.autograd.graph._engine_run_backward")
 _device, _traits = attrgetter("device"), attrgetter("__class__", "dtype", "layout")
@@ -79,11 +79,10 @@ def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) ->
     """
     if optimizer is None or any(grad.layout not in (torch.strided, torch.sparse_coo) for grad in grads):
         raise TypeError("sparse gradients are not supported here; use sparse=False in the embedding")
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    if fused or is_state_sharded(optimizer):
-        what = (
-            f"the fused step of {type(optimizer).__name__}; use fused=False" if fused else "layout.shard_optimizer=true"
-        )
+    what = "layout.shard_optimizer=true" if is_state_sharded(optimizer) else ""
+    if any(group.get("fused") for group in optimizer.param_groups):
+        what = f"the fused step of {type(optimizer).__name__}; use fused=False"
+    if what:
         raise TypeError(f"sparse gradients do not fit {what}, or use sparse=False in the embedding")
     for i, param in enumerate(with_grads(optimizer)[0]):
         if grads[i].layout is torch.sparse_coo:
@@ -114,11 +113,6 @@ def run_backward(loss: Tensor, initial: Tensor, retain_graph: bool, inputs: Sequ
     else:
         inputs = tuple(inputs or ())
         _run_backward((loss,), (initial,), retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True)
-
-
-def grad_versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """A key that changes whenever a gradient of this optimizer is created or written."""
-    return [(id(grad), version_of(grad)) for grad in with_grads(optimizer)[1]]
 
 
 def not_finite(norm: Tensor, zero: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.schema import OptimizerConfig
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.tensors import blocks, unwrap
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.step.fused import bare_step
 
 logger = logging.getLogger("amp_recipes")

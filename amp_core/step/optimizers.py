@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_core.config.errors import suggest
 from amp_core.config.schema import OptimizerConfig
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 
 REFUSED = {
     "LBFGS": "needs a closure, which evaluates the loss several times per step",
@@ -24,16 +24,9 @@ REFUSED = {
 }
 
 
-_COMPILED = ("AdamW8bit", "torchao.optim.AdamW8bit")
-
-
 def available() -> dict[str, type[torch.optim.Optimizer]]:
-    found = {
-        name: cls
-        for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)
-    }
-    return {name: cls for name, cls in sorted(found.items()) if name not in REFUSED}
+    found = {name: cls for name, cls in sorted(vars(torch.optim).items()) if inspect.isclass(cls)}
+    return {name: cls for name, cls in found.items() if issubclass(cls, Optimizer) and name not in REFUSED}
 
 
 def _class_of(name: str, package: str | None) -> type[torch.optim.Optimizer]:
@@ -65,21 +58,19 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
             return [f"optimizer.name={cfg.name}: {problem}"]
     elif cfg.name not in (names := [*available(), "AdamW8bit"]):
         return [f"optimizer.name={cfg.name}: there is no such optimizer. {suggest(cfg.name, names)}"]
-    for package in ("torchao", "triton") if cfg.name in _COMPILED else ():  # which compiles its step for a GPU
+    # torchao compiles its step for a GPU.
+    for package in ("torchao", "triton") if cfg.name in ("AdamW8bit", "torchao.optim.AdamW8bit") else ():
         if find_spec(package) is None and (on_cuda or package == "torchao"):
             hint = "pip install torchao, or use optimizer=adamw optimizer.state_dtype=bfloat16"
             return [f"optimizer.name=AdamW8bit: needs the package {package}; {hint}"]
     cls = _class_of(cfg.name, cfg.package)
     ours = ("params", "lr", "weight_decay", "fused", "bf16_stochastic_round")
-    parameters = [p for p in inspect.signature(cls).parameters if p not in ours]
-    parameters += ["betas"] if cls is torch.optim.Muon else []  # of AdamW beside it
-    problems = [
-        f"optimizer.options.{key}: {cfg.name} has no such option. {suggest(key, parameters)}"
-        for key in cfg.options
-        if key not in parameters
-    ]
+    defaults = {key: each.default for key, each in inspect.signature(cls).parameters.items() if key not in ours}
+    parameters = [*defaults, *(["betas"] if cls is torch.optim.Muon else [])]  # of AdamW beside it
+    unknown = [key for key in cfg.options if key not in parameters]
+    problems = [f"optimizer.options.{k}: {cfg.name} has no such option. {suggest(k, parameters)}" for k in unknown]
     for key, value in cfg.options.items():
-        default = inspect.signature(cls).parameters[key].default if key in inspect.signature(cls).parameters else None
+        default = defaults.get(key)
         if isinstance(default, tuple) and not (isinstance(value, list | tuple) and len(value) == len(default)):
             problems.append(f"optimizer.options.{key}={value}: expected {len(default)} numbers, such as {[*default]}")
     if cfg.fused and not _has_fused(cls, on_cuda=on_cuda):
@@ -97,9 +88,8 @@ def check_optimizer(cfg: OptimizerConfig, *, on_cuda: bool = False) -> list[str]
         problems += check_groups(cfg, parameters)
     if not problems:
         try:
-            build_optimizer(
-                replace(cfg, groups=None, layer_decay=None), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-            )
+            plain = replace(cfg, groups=None, layer_decay=None)
+            build_optimizer(plain, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         except Exception as problem:  # report to the user whatever the constructor raises
             problems.append(f"optimizer.name={cfg.name}: refuses its settings: {problem}")
     return problems
@@ -109,11 +99,8 @@ def _check_16bit(cfg: OptimizerConfig) -> list[str]:
     key = "optimizer.state_dtype=bfloat16"
     if cfg.name not in ("Adam", "AdamW"):
         return [f"{key}: is for Adam and AdamW; {cfg.name} keeps its state in float32"]
-    problems = [
-        f"{key}: has no {name}; leave out optimizer.options.{name}"
-        for name in cfg.options
-        if name not in ("betas", "eps")
-    ]
+    unknown = [name for name in cfg.options if name not in ("betas", "eps")]
+    problems = [f"{key}: has no {name}; leave out optimizer.options.{name}" for name in unknown]
     if cfg.fused is False:
         problems.append(f"{key}: its step is torch's fused one; leave out optimizer.fused=false")
     return problems

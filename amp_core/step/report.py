@@ -25,7 +25,6 @@ class StepReport:
         is_rehearsal: the step was rehearsed and does not count as a step of the run.
         overflow: 0-d float32, 1 if a gradient of any rank was not finite.
         outlier: 0-d float32, 1 if the step was far from the usual; None without `amp.skip_above`.
-        scales: the scale now, 0-d; that times the weight of the window's first loss, and this weight. None: not scaled.
     """
 
     taken: Tensor
@@ -34,7 +33,6 @@ class StepReport:
     is_rehearsal: bool = False
     overflow: Tensor | None = None
     outlier: Tensor | None = None
-    scales: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def reason(self) -> str | None:
@@ -47,25 +45,12 @@ class StepReport:
             return "loss or gradient norm is far above its running median"
         return "a loss is not finite, or there are no gradients"
 
-    @property
-    def scale_before(self) -> float:
-        """The loss scale of the window; NaN if the weight of its first loss is 0. Waits for the device."""
-        return 1.0 if self.scales is None else (self.scales[1].double() / self.scales[2]).float().item()
-
-    @property
-    def scale_after(self) -> float:
-        """The loss scale after `amp.update()`, if read before the next one. Waits for the device."""
-        return 1.0 if self.scales is None else self.scales[0].item()
-
 
 class Rehearsal(Observer):
-    """The outcome of a rehearsed window.
-
-    Args:
-        steps: finite gradients change weights and moments, which the caller restores; scale and counters stay.
-    """
+    """The outcome of a rehearsed window."""
 
     def __init__(self, *, steps: bool = False) -> None:
+        """`steps`: finite gradients change weights and moments, which the caller restores; scale and counters stay."""
         self.steps = steps
         self.optimizers: set[torch.optim.Optimizer] = set()
         """Those whose step was called."""
@@ -77,6 +62,12 @@ class Rehearsal(Observer):
 
     def add(self, bad: Tensor) -> None:
         self._bad.append(bad.detach().float().flatten())
+
+    def examine(self, optimizers: Sequence[torch.optim.Optimizer], skipped: Tensor) -> Tensor:
+        """Note a step; returns whether it is skipped here."""
+        self.add(skipped)
+        self.optimizers.update(optimizers)
+        return skipped if self.steps else torch.ones_like(skipped)
 
     def on_loss(self, loss: Tensor) -> None:
         self.losses.append(loss.detach())

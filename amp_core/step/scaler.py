@@ -91,18 +91,20 @@ class LossScale:
         if policy is None or not policy.dynamic:
             return
         before = self.scale.clone() if policy.hysteresis > 1 else None
-        update_scale_(
-            self.scale, self._tracker, found_inf, policy.growth_factor, policy.backoff_factor, policy.growth_interval
-        )
+        factors = policy.growth_factor, policy.backoff_factor
+        update_scale_(self.scale, self._tracker, found_inf, *factors, policy.growth_interval)
         if before is not None:
-            bad = found_inf > 0
-            self._patience.sub_(bad.int())
-            self.scale.copy_(torch.where(bad & (self._patience > 0), before, self.scale))
-            # The tracker is 0 after a step without overflow if the scale grew.
-            refill = ~bad if policy.consecutive_hysteresis else ~bad & (self._tracker == 0)
-            self._patience.copy_(torch.where(refill, policy.hysteresis, self._patience.clamp(min=0)))
+            self._be_patient(policy, before, found_inf > 0)
         # Clamped here and not at use, so that no step sees and no checkpoint holds a scale out of bounds.
         self.scale.clamp_(self._numbers[policy.min_scale], self._numbers[policy.max_scale])
+
+    def _be_patient(self, policy: ScalePolicy, before: Tensor, bad: Tensor) -> None:
+        """Keep the scale at the first overflows."""
+        self._patience.sub_(bad.int())
+        self.scale.copy_(torch.where(bad & (self._patience > 0), before, self.scale))
+        # The tracker is 0 after a step without overflow if the scale grew.
+        refill = ~bad if policy.consecutive_hysteresis else ~bad & (self._tracker == 0)
+        self._patience.copy_(torch.where(refill, policy.hysteresis, self._patience.clamp(min=0)))
 
     def lower(self) -> None:
         """Back off and begin to count steps without overflow anew, whatever the hysteresis. No host-device sync."""
@@ -127,7 +129,6 @@ class LossScale:
             self.set(before)
 
     def set(self, scale: float | Tensor) -> None:
-        """Set the scale. No host-device sync."""
         self.scale.fill_(scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,23 +157,19 @@ class LossScale:
         if self.policy is None:
             self.kept = dict(state)
             return
-        if not state:
-            self.scale.fill_(min(self.policy.init_scale, self.policy.max_scale))
-            self._tracker.zero_()
-            self._patience.fill_(self.policy.hysteresis)
-            logger.info("the checkpoint has no loss scale: starting with %g", self.scale.item())
-            return
-        scale = float(state["scale"])
+        policy, scale = self.policy, float(state.get("scale", self.policy.init_scale))
         if not 0.0 < scale < float("inf"):
             raise ValueError(f"the saved loss scale is {scale}; expected a positive finite number")
         for key in ("growth_factor", "backoff_factor", "growth_interval"):
-            if key in state and state[key] != getattr(self.policy, key):
-                logger.info("amp.%s: %s in the checkpoint, %s now", key, state[key], getattr(self.policy, key))
-        if self.policy.dynamic:
-            self.scale.fill_(min(max(scale, self.policy.min_scale), self.policy.max_scale))
-            # The kernel grows the scale at equality: a count beyond a shorter interval would never meet it.
-            self._tracker.fill_(int(state.get("_growth_tracker", 0)) % self.policy.growth_interval)
-            patience = int(state.get("_hysteresis_tracker", self.policy.hysteresis))
-            self._patience.fill_(min(patience, self.policy.hysteresis))
-        elif scale != self.scale.item():
-            logger.info("the checkpoint's loss scale %g is ignored: amp.dynamic=false", scale)
+            if key in state and state[key] != getattr(policy, key):
+                logger.info("amp.%s: %s in the checkpoint, %s now", key, state[key], getattr(policy, key))
+        if state and not policy.dynamic:
+            if scale != self.scale.item():
+                logger.info("the checkpoint's loss scale %g is ignored: amp.dynamic=false", scale)
+            return
+        self.scale.fill_(min(max(scale, policy.min_scale), policy.max_scale))
+        # The kernel grows the scale at equality: a count beyond a shorter interval would never meet it.
+        self._tracker.fill_(int(state.get("_growth_tracker", 0)) % policy.growth_interval)
+        self._patience.fill_(min(int(state.get("_hysteresis_tracker", policy.hysteresis)), policy.hysteresis))
+        if not state:
+            logger.info("the checkpoint has no loss scale: starting with %g", self.scale.item())

@@ -24,7 +24,9 @@ from amp_core.step.report import StepReport
 from amp_core.step.steppable import arguments_without_default, can_skip_on_device, require_optimizer
 from amp_core.tensors import owner_of_groups
 
-Make = Callable[[torch.optim.Optimizer, int], LRScheduler]
+Table = list[list[float]]
+"""The rate of each step, for each group."""
+Make = Callable[[torch.optim.Optimizer, int], LRScheduler | Table]
 
 
 class Schedule:
@@ -35,7 +37,6 @@ class Schedule:
     rate at the present position, with its own `lr` as the peak.
 
     Args:
-        optimizer: its groups' `lr` are set here from now on.
         make: builds a `torch.optim.lr_scheduler` from (optimizer, number of steps).
         num_steps: length of the table; later steps keep its last entry.
         fixed: a loaded state does not replace `num_steps`.
@@ -83,7 +84,7 @@ class Schedule:
         self._peaks = peaks
         self._set_table(columns)
 
-    def _set_table(self, columns: list[list[float]]) -> None:
+    def _set_table(self, columns: Table) -> None:
         self.num_steps = num_steps = len(columns[0])
         self._columns = columns
         device = self.num_taken.device
@@ -100,37 +101,26 @@ class Schedule:
         self._link()
 
     def _link(self) -> None:
-        """Use this schedule's tensors as the rates of the optimizer's groups."""
-        if self._on_device:
-            for group, i in zip(self._holder.param_groups, self._owner, strict=True):
-                group["lr"] = self._rates[i][0]
-        self._apply(int(self.num_taken.item()))
+        """Give the groups their rates at the present position: on the device this schedule's tensors."""
+        index = min(int(self.num_taken.cpu().numpy()[0]), self.num_steps - 1)  # in host memory it does not sync
+        for group, i in zip(self._holder.param_groups, self._owner, strict=True):
+            rate = self._columns[i][index]
+            group["lr"] = self._rates[i].fill_(rate)[0] if self._on_device else rate
 
     def advance(self, report: StepReport) -> None:
         """Advance if the step was taken. No host-device sync, unless the report is that of another optimizer."""
-        if not report.is_rehearsal:
-            self.last_taken = report.taken
+        self.last_taken = self.last_taken if report.is_rehearsal else report.taken
         if len(self._holder.param_groups) != len(self._owner):  # one that `add_param_group` did not add
             self._take_in_groups()
         if not self._on_device:
             if report.taken if report.taken_on_host is None else report.taken_on_host:
                 self.num_taken += 1
-                self._apply(int(self.num_taken.numpy()[0]))  # in host memory: reading it does not sync
+                self._link()
             return
         self.num_taken += report.taken
         for i in self._moving:
-            index = torch.minimum(self.num_taken, self._last)
             # Into the very tensor that the groups hold, where fused kernels and captured graphs read it.
-            torch.index_select(self._tables[i], 0, index, out=self._rates[i])
-
-    def _apply(self, num_taken: int) -> None:
-        index = min(num_taken, self.num_steps - 1)
-        if self._on_device:
-            for i, table in self._tables.items():
-                self._rates[i].copy_(table[index])
-        else:
-            for group, i in zip(self._holder.param_groups, self._owner, strict=True):
-                group["lr"] = self._columns[i][index]
+            torch.index_select(self._tables[i], 0, torch.minimum(self.num_taken, self._last), out=self._rates[i])
 
     @property
     def rate(self) -> Tensor | float:
@@ -152,7 +142,7 @@ class Schedule:
         self.num_taken.fill_(int(state["num_taken"]))
         if not self._fixed and int(state["num_steps"]) != self.num_steps:
             self._set_table(rate_table(self._make, self._peaks, int(state["num_steps"])))
-        self._apply(int(state["num_taken"]))
+        self._link()
 
     def counters(self) -> dict[str, int]:
         """Whether the last step changed the rate: a log line may come before the next step. Waits for the device."""
@@ -196,10 +186,8 @@ def _require_no_metric(kind: Any) -> None:
         )
 
 
-def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[float]]:
+def rate_table(make: Make, peaks: list[float], num_steps: int) -> Table:
     """The learning rate of every step: one list of `num_steps` floats per group. Raises as `Schedule` does."""
-    if isinstance(make, _Sequential):
-        return make.table(peaks, num_steps)
     stand_in = _StandIn([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0], momentum=0.5)
     if not callable(make):
         raise TypeError(
@@ -208,12 +196,14 @@ def rate_table(make: Make, peaks: list[float], num_steps: int) -> list[list[floa
         )
     _require_no_metric(make)
     scheduler = make(stand_in, num_steps)
+    if isinstance(scheduler, list):
+        return scheduler
     _require_no_metric(type(scheduler))
     if type(scheduler) is LambdaLR:
         # Closed form of its steps: a million of them take half a minute.
         pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         return [[float(base * factor(step)) for step in range(num_steps)] for base, factor in pairs]
-    columns: list[list[float]] = [[] for _ in peaks]
+    columns: Table = [[] for _ in peaks]
     for step in range(num_steps):
         for column, group in zip(columns, stand_in.param_groups, strict=True):
             column.append(float(group["lr"]))
@@ -272,12 +262,32 @@ def _wsd(
     return LambdaLR(optimizer, factor)
 
 
-OWN: dict[str, Callable[..., LRScheduler]] = {
+def _sequential(optimizer: torch.optim.Optimizer, num_steps: int, parts: list[dict[str, Any]]) -> Table:
+    """Schedules one after another, each as if it were alone over its share of the horizon; the last has the rest."""
+    if any("options" in part for part in parts):
+        raise ValueError("write what is in options beside the name of the part")
+    shares = [part.get("share", 0.0) for part in parts[:-1]]
+    values = ({k: v for k, v in part.items() if k not in ("name", "share")} for part in parts)
+    configs = [ScheduleConfig(str(part["name"]), None, own) for part, own in zip(parts, values, strict=True)]
+    if problems := [problem for config in configs for problem in check_schedule(config)]:
+        raise ValueError(problems[0])
+    if not all(0 < share < 1 for share in shares) or sum(shares) >= 1:
+        raise ValueError("expected in each part but the last a share of the horizon, below 1 in all")
+    lengths = [round(share * num_steps) for share in shares]
+    peaks = list(map(_peak, optimizer.param_groups))
+    columns: Table = [[] for _ in peaks]
+    for config, length in zip(configs, [*lengths, num_steps - sum(lengths)], strict=True):
+        for column, part in zip(columns, rate_table(_maker(config), peaks, length) if length > 0 else (), strict=False):
+            column += part
+    return columns
+
+
+OWN: dict[str, Callable[..., LRScheduler | Table]] = {
     "constant": lambda optimizer, num_steps: LambdaLR(optimizer, lambda step: 1.0),
     "warmup_cosine": _after_warmup(lambda p, final: final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * p))),
     "warmup_linear": _after_warmup(lambda p, final: 1.0 + (final - 1.0) * p),
     "wsd": _wsd,
-    "sequential": lambda optimizer, num_steps, parts: LambdaLR(optimizer, lambda step: 1.0),  # see `_sequential`
+    "sequential": _sequential,
 }
 REFUSED = {
     "ReduceLROnPlateau": "needs a metric",
@@ -300,8 +310,6 @@ def available() -> dict[str, Any]:
 
 def _maker(cfg: ScheduleConfig) -> Make:
     target = available()[cfg.name]
-    if cfg.name == "sequential":
-        return _Sequential(cfg.options["parts"])
     if cfg.name in OWN:
         return lambda optimizer, num_steps: target(optimizer, num_steps, **cfg.options)
     parameters = inspect.signature(target).parameters
@@ -313,34 +321,6 @@ def _maker(cfg: ScheduleConfig) -> Make:
         return target(optimizer, **{k: v for k, v in known.items() if k in parameters} | cfg.options)
 
     return make
-
-
-class _Sequential:
-    """Schedules one after another, each as if it were alone over its share of the horizon; the last has the rest."""
-
-    def __init__(self, parts: list[dict[str, Any]]) -> None:
-        if any("options" in part for part in parts):
-            raise ValueError("write what is in options beside the name of the part")
-        self._shares = [part.get("share", 0.0) for part in parts]
-        values = ({k: v for k, v in part.items() if k not in ("name", "share")} for part in parts)
-        configs = [ScheduleConfig(str(part["name"]), None, own) for part, own in zip(parts, values, strict=True)]
-        if problems := [problem for config in configs for problem in check_schedule(config)]:
-            raise ValueError(problems[0])
-        if not all(0 < share < 1 for share in self._shares[:-1]) or sum(self._shares[:-1]) >= 1:
-            raise ValueError("expected in each part but the last a share of the horizon, below 1 in all")
-        self._makes = list(map(_maker, configs))
-
-    def __call__(self, optimizer: torch.optim.Optimizer, num_steps: int) -> LRScheduler:
-        raise NotImplementedError("has a table")
-
-    def table(self, peaks: list[float], num_steps: int) -> list[list[float]]:
-        lengths = [round(share * num_steps) for share in self._shares[:-1]]
-        lengths.append(num_steps - sum(lengths))
-        columns: list[list[float]] = [[] for _ in peaks]
-        for make, length in zip(self._makes, lengths, strict=True):
-            for column, part in zip(columns, rate_table(make, peaks, length) if length > 0 else (), strict=length > 0):
-                column += part
-        return columns
 
 
 def check_schedule(cfg: ScheduleConfig) -> list[str]:

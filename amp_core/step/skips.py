@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,19 +132,16 @@ class Attempts:
 def attempts(amp: Amp) -> Iterator[int]:
     """Yield once per pass over a window: again while it overflows, at a smaller scale, `amp.retry` times at most.
 
-        for attempt in attempts(amp):
+        for attempt in amp.passes():
             ...                         # the whole window: micro-batches, step, update, zero_grad
 
     torch's generators of random numbers, of the CPU and of the CUDA device, are put back before each further pass;
     those of Python and numpy are not, and the micro-batches must be the same. After a pass that did not overflow
     training continues at its scale; if all do, the window is skipped and the scale falls once, as without `amp.retry`.
     """
-    if not amp.config.retry:
-        yield 0
-        return
     on_gpu = amp.device.type == "cuda"
     host, device = torch.get_rng_state(), torch.cuda.get_rng_state(amp.device) if on_gpu else None
-    passes = amp.attempts = Attempts(amp.config.retry, amp.scaler.scale.clone())
+    passes = amp.attempts = Attempts(amp.config.retry or 0, amp.scaler.scale.clone())
     try:
         yield 0
         while passes.again:
@@ -155,27 +152,3 @@ def attempts(amp: Amp) -> Iterator[int]:
             yield passes.index
     finally:
         amp.attempts = None
-
-
-def counters_of(amp: Amp) -> dict[str, Any]:
-    """What `Amp.counters` returns."""
-    return {
-        "skipped": int(amp.num_skipped),
-        "consecutive_skips": int(amp.num_consecutive_skips),
-        "rounded": [int(weights.num_taken) for weights in amp.weights],
-        **({} if amp.outliers is None else {"usual": amp.outliers.state()}),
-        **({"kept_scale": amp.scaler.kept} if amp.scaler.kept else {}),
-    }
-
-
-def load_counters(amp: Amp, progress: Mapping[str, Any]) -> None:
-    """Restore what `counters_of` returned."""
-    amp.num_skipped.fill_(int(progress.get("skipped", 0)))
-    amp.num_consecutive_skips.fill_(int(progress.get("consecutive_skips", 0)))
-    rounded = [*progress.get("rounded", []), *[0] * len(amp.weights)]
-    for weights, num_taken in zip(amp.weights, rounded, strict=False):
-        weights.num_taken.fill_(int(num_taken))
-    if amp.outliers is not None:
-        amp.outliers.load(progress.get("usual", []))
-    if kept := progress.get("kept_scale"):
-        amp.scaler.recall(kept)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.lowp.weights import LowPrecisionWeights
 from amp_core.step.clip import Clip
 from amp_core.step.fused import bare_step
 from amp_core.step.gradients import (
     check_gradients,
-    grad_versions,
     lay_out_gradients,
     norm_of,
     norm_over_ranks,
@@ -26,8 +24,10 @@ from amp_core.step.gradients import (
 from amp_core.step.scaler import LossScale, Numbers
 from amp_core.step.steppable import can_skip_on_device
 from amp_core.tensors import multiply_, several_ranks, step_on_local_shards
+from amp_core.torch_private import version_of
 
-logger = logging.getLogger("amp_recipes")
+if TYPE_CHECKING:
+    from amp_core.lowp.weights import LowPrecisionWeights
 
 
 @dataclass(slots=True, eq=False)
@@ -99,8 +99,7 @@ class OptimizerState:
         if not self.in_parts:
             lay_out_gradients(params, grads)
         norm = norm_of(grads, zero, sharded=self.in_parts)
-        if joined:
-            norm = norm_over_ranks(norm)
+        norm = norm_over_ranks(norm) if joined else norm
         self.divisor = self.scaler.scale if scaled and not self.unscaled else None
         self.norm = norm if self.divisor is None else norm / self.divisor
         # Before clipping, which would multiply an infinite gradient by max_norm / inf = 0, to NaN, and others to 0.
@@ -141,20 +140,6 @@ class OptimizerState:
                 bare_step(self.optimizer)
 
 
-class Decide:
-    """Whether to step optimizers that cannot skip on the device."""
-
-    has_said = False
-
-    def __call__(self, states: Sequence[OptimizerState], taken: Tensor) -> bool:
-        """Read whether the step is taken. Waits for the device, which the log says once."""
-        if not self.has_said:
-            self.has_said = True
-            name = next(type(state.optimizer).__name__ for state in states if not state.on_device)
-            logger.info("%s is not fused: each step waits for the device once, to know whether to skip", name)
-        return bool(taken)
-
-
 @dataclass(slots=True, eq=False)
 class WindowState:
     """What `Amp` knows about the window, from its first backward pass to `update`."""
@@ -164,8 +149,6 @@ class WindowState:
     """Of each step: whether gradients overflowed, and whether it was skipped, 0-d float32."""
     loss: Tensor | None = None
     """The sum of its losses, 0-d: not finite if one of them is not."""
-    scaled: tuple[Tensor, Tensor] | None = None
-    """The scale times the weight of its first loss, and this weight, 0-d."""
     num_stepped: int = 0
     is_open: bool = False
     is_stepping: bool = False
@@ -177,7 +160,8 @@ class WindowState:
         for optimizer in pending:
             if not with_grads(optimizer)[1]:
                 del self.states[optimizer]  # its gradients are gone: that window was given up
-        return [grad_versions(optimizer) for optimizer in pending if optimizer in self.states]
+        gradients = [with_grads(optimizer)[1] for optimizer in pending if optimizer in self.states]
+        return [[(id(grad), version_of(grad)) for grad in grads] for grads in gradients]
 
     def outcome(self, zero: Tensor) -> tuple[Tensor, Tensor] | None:
         """Whether any step overflowed, and whether any was skipped; None without gradients. Collective."""
@@ -188,7 +172,5 @@ class WindowState:
                 dist.all_reduce(bad, op=dist.ReduceOp.MAX)
             self.outcomes.append((bad, bad))
         # There is one scale: an overflow of any optimizer lowers it, and several lower it once.
-        if len(self.outcomes) > 1:
-            overflow, skipped = (functools.reduce(torch.maximum, column) for column in zip(*self.outcomes, strict=True))
-            return overflow, skipped
-        return self.outcomes[0] if self.outcomes else None
+        columns = zip(*self.outcomes, strict=True)
+        return tuple(functools.reduce(torch.maximum, column) for column in columns) or None  # type: ignore[return-value]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_core.config.schema import AmpConfig
-from amp_core.lowp.weights import is_low
+from amp_core.lowp.masters import is_low
 from amp_core.step.gradients import weights_of
 from amp_core.tensors import inner_optimizers, is_dtensor, is_state_sharded
 from amp_core.torch_private import reader
@@ -53,15 +53,14 @@ def require_steppable(optimizer: torch.optim.Optimizer) -> None:
 def require_no_copies(optimizer: torch.optim.Optimizer, mode: str) -> None:
     """Raises TypeError if weights without values between steps were copied into the optimizer's state. Syncs."""
     for each in (optimizer, *inner_optimizers(optimizer)):
-        for entry in (each.state.get(param) or {} for param in weights_of(optimizer)):
-            for key, value in entry.items():
-                # A mask of what is below a threshold is empty.
-                reads = isinstance(value, Tensor) and (value.isnan() if value.dtype is not torch.bool else ~value.any())
-                if isinstance(reads, Tensor) and bool(reads.any()):
-                    raise TypeError(
-                        f"amp={mode}: {type(each).__name__} copied the weights ({key}) when it was built, but fp32 "
-                        f"weights have values within a step alone; use amp=o2, or an optimizer that copies none"
-                    )
+        entries = (each.state.get(param) or {} for param in weights_of(optimizer))
+        for key, value in ((k, v) for entry in entries for k, v in entry.items() if isinstance(v, Tensor)):
+            # A mask of what is below a threshold is empty.
+            if bool(value.isnan().any() if value.dtype is not torch.bool else ~value.any()):
+                raise TypeError(
+                    f"amp={mode}: {type(each).__name__} copied the weights ({key}) when it was built, but fp32 "
+                    f"weights have values within a step alone; use amp=o2, or an optimizer that copies none"
+                )
 
 
 @functools.cache
@@ -90,13 +89,11 @@ def require_fits_mode(optimizer: torch.optim.Optimizer, config: AmpConfig, *, ha
 
 
 def require_own_weights(
-    optimizer: torch.optim.Optimizer,
-    others: Iterable[torch.optim.Optimizer],
-    checked: set[frozenset[tuple[int, int]]],
+    optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer], checked: Any
 ) -> None:
     """Raises ValueError for a weight of several optimizers, whose gradient would be unscaled twice.
 
-    `checked` remembers which optimizers, with how many groups, have none.
+    `checked`, a set, remembers which optimizers, with how many groups, have none.
     """
     # Not by weights: to compare those in every step takes longer than a small step.
     among = frozenset((id(o), len(o.param_groups)) for o in (*others, optimizer))

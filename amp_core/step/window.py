@@ -37,13 +37,10 @@ class MicroBatch:
 
 
 def num_samples(batch: Any) -> int:
-    """The first dimension of the first tensor among the fields of `batch`; 1 if that tensor is 0-d.
+    """The first dimension of the first tensor among the fields of `batch`; 1 if it is 0-d. TypeError: there is none.
 
     A batch is a tensor, or a mapping or sequence of fields, in which mappings may nest. Nested sequences are
     ignored: a detection batch's images [C, H, W] in a tuple look like collated fields of C samples.
-
-    Raises:
-        TypeError: there is no tensor among the fields.
     """
     first = batch
     if isinstance(batch, list | tuple | dict) and batch:
@@ -66,13 +63,13 @@ def _fields(batch: Any, *, is_outermost: bool = False) -> Iterator[Tensor]:
         for field in batch.values():
             yield from _fields(field)
     # A list of mappings with the same keys is a list of samples that were not collated.
-    elif is_outermost and isinstance(batch, list | tuple) and not _are_samples(batch):
+    elif (
+        is_outermost
+        and isinstance(batch, list | tuple)
+        and not all(isinstance(each, Mapping) and each.keys() == batch[0].keys() for each in batch)
+    ):
         for field in batch:
             yield from _fields(field)
-
-
-def _are_samples(batch: Sequence[Any]) -> bool:
-    return all(isinstance(each, Mapping) and each.keys() == batch[0].keys() for each in batch)
 
 
 def windows(
@@ -84,9 +81,9 @@ def windows(
 ) -> Iterator[list[MicroBatch]]:
     """Group micro-batches into windows whose weights sum to 1, also in a ragged tail, over all ranks.
 
-    In a process group this is collective: the weights are shares of the window over all ranks, and all ranks see the
-    same number of windows of the same length. A rank that has fewer micro-batches repeats its last one with weight 0,
-    so that no collective blocks. Lengths are exchanged once per window, in host memory, without a device sync.
+    In a process group this is collective: all ranks see the same number of windows of the same length. A rank that has
+    fewer micro-batches repeats its last one with weight 0, so that no collective blocks. Lengths are exchanged once per
+    window, in host memory, without a device sync.
 
     Args:
         batches: finite or endless.
@@ -94,9 +91,8 @@ def windows(
         count: the size of a batch, such as its valid tokens: a number, or a 0-d tensor that stays on its device.
             Default: its samples (`num_samples`). If it may be 0, compute the loss as a sum divided by
             `count.clamp(min=1)`: an empty mean is NaN.
-        world_size: for a plain DistributedDataParallel network, which averages gradients over its ranks: its number of
-            ranks. Weights are multiplied by it, which undoes that division. Omit it for networks wrapped by this
-            project, which sum.
+        world_size: for a plain DistributedDataParallel network, which averages gradients: its number of ranks, by which
+            weights are multiplied. Omit it for networks wrapped by this project, which sum.
 
     Raises:
         ValueError: `accumulation` below 1; a negative count; or one rank has no batch at all while others have some
@@ -143,11 +139,7 @@ def window_of(batches: Sequence[Any], weights: Sequence[float | Tensor]) -> list
 
 
 def microbatch_weights(counts: Sequence[float | Tensor]) -> list[float | Tensor]:
-    """The weights of a window's micro-batches: each count divided by the window's total over all ranks. Collective.
-
-    Args:
-        counts: of this rank's micro-batches, numbers or 0-d tensors, which stay on their device.
-    """
+    """The weights of this rank's micro-batches: counts divided by the window's total over all ranks. Collective."""
     total = _sum(counts)
     if several_ranks() and not isinstance(total, Tensor):
         total = sum(_gather([total])[0])
@@ -212,14 +204,10 @@ def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManage
     for net in nets:
         if hasattr(net, "set_requires_gradient_sync"):
             _hold(net, not when)
-    if when:
-        return contextlib.nullcontext()
-    contexts = [net.no_sync() for net in nets if hasattr(net, "no_sync")]  # type: ignore[operator]
-    if len(contexts) == 1:
-        return contexts[0]
     stack = contextlib.ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
+    for net in nets if not when else ():
+        if hasattr(net, "no_sync"):
+            stack.enter_context(net.no_sync())  # type: ignore[operator]
     return stack
 
 

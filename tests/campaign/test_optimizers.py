@@ -24,8 +24,8 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.optim import Optimizer
 
 from amp_core import Amp, Checkpoint
+from amp_core.lowp.masters import master_params
 from amp_core.lowp.rounding import noise_16bit, round_stochastically
-from amp_core.lowp.weights import master_params
 from amp_core.tensors import inner_optimizers
 from amp_core.vision import import_torchvision
 

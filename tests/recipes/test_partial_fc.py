@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_core import Amp, Clip
-from amp_core.heads.partial_fc import MARGINS, PartialFC, _initial_centres, arcface, cosface
+from amp_core.heads.partial_fc import MARGINS, PartialFC, _initial_centres, arcface
 from amp_core.layouts.ddp import wrap_ddp
 
 CLASSES, DIM, BATCH = 11, 16, 12
@@ -64,7 +64,7 @@ def test_the_margin_without_acos_is_the_margin_with_it():
     ours, theirs = arcface(cosine, 0.5), (cosine.acos() + 0.5).cos()
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-14)
     slopes = [torch.autograd.grad(value.sum(), cosine)[0] for value in (ours, theirs)]
-    assert torch.allclose(*slopes, rtol=1e-12) and torch.equal(cosface(cosine, 0.4), cosine - 0.4)
+    assert torch.allclose(*slopes, rtol=1e-12)
 
 
 def test_the_margin_always_lowers_and_never_turns_back():

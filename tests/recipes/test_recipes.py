@@ -53,7 +53,7 @@ BEYOND: dict[str, Row] = {
     f"classification {' '.join(mode)}": ("classification", [*CNN, f"amp={mode[0]}", *mode[1:]])
     for mode in (
         *(["o0"], ["o1"], ["o2"], ["o3"], ["fp8"]),
-        *(["bf16_pure"], ["bf16_pure", "amp.update=kahan"], ["bf16_pure", "amp.update=nearest"]),
+        *(["bf16_pure"], ["bf16_pure", "amp.update=remainder"], ["bf16_pure", "amp.update=nearest"]),
     )
 }
 BEYOND |= {f"language_model {mode}": ("language_model", [f"amp={mode}"]) for mode in ("o2", "bf16_pure", "fp8")}

@@ -16,14 +16,14 @@ from amp_core import Amp
 from amp_core.checkpoints.parts import gather_full_state
 from amp_core.layouts import low_shards
 from amp_core.lowp.formats import E4M3, Scaling, quantise
+from amp_core.lowp.masters import master_params
 from amp_core.lowp.products import LowLinear
-from amp_core.lowp.weights import master_params
 from amp_core.tensors import Slice, dtensor_like
 
 OnRanks = Callable[..., list[Any]]
 
 HELD: list[tuple[str, dict[str, Any]]] = [("o2", {}), ("o3", {})]
-HELD += [("bf16_pure", {"update": update}) for update in ("master", "stochastic", "kahan", "remainder", "nearest")]
+HELD += [("bf16_pure", {"update": update}) for update in ("master", "stochastic", "remainder", "nearest")]
 
 
 def with_masters(rank: int, layout: str) -> list[Any]:
@@ -72,7 +72,7 @@ def given_gradients(rank: int, layout: str, blind: bool) -> list[Any]:
     return found
 
 
-BYTES = {"stochastic": 2, "kahan": 4, "remainder": 4, "nearest": 2}
+BYTES = {"stochastic": 2, "remainder": 4, "nearest": 2}
 
 
 def test_uneven_and_empty_shards_hold_16_bits_and_have_the_bits_of_one_process(on_ranks: OnRanks) -> None:

@@ -90,7 +90,7 @@ def test_the_page_of_formats_tells_which_mode_runs_in_which_layout() -> None:
 
 @pytest.mark.slow
 def test_modes_resume_from_each_other_as_the_page_says() -> None:
-    """A 16-bit mode, one of two numbers and one in fp32, whole and in shards; the script fails where a step does."""
+    """A 16-bit mode, one with a remainder and one in fp32, whole and in shards; the script fails where a step does."""
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, root / "scripts/resumes.py", "--modes", *RESUMED, "--layouts", "single", "fsdp"]
     ours = _cells(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -99,7 +99,7 @@ def test_modes_resume_from_each_other_as_the_page_says() -> None:
     assert ours["bf16", "bf16_pure"] == "2^-8" and ours["bf16_pure", "bf16"] == "="
 
 
-RESUMED = ["bf16", "bf16_pure", "bf16_pure amp.update=kahan"]
+RESUMED = ["bf16", "bf16_pure", "bf16_pure amp.update=remainder"]
 
 
 def _cells(text: str) -> dict[tuple[str, str], str]:

@@ -17,18 +17,9 @@ from amp_core.config.rules import amp_config
 from amp_core.config.schema import SHARDED
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, shard_for
-from amp_core.layouts.memory_model import (
-    Collective,
-    Memory,
-    Weight,
-    lay_out,
-    memory,
-    memory_of,
-    traffic,
-    weights_of,
-)
+from amp_core.layouts.memory_model import Collective, Memory, Weight, memory, memory_of, traffic, weights_of
 from amp_core.layouts.zero import bucket_size, share_state
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.memory.recompute import recompute_blocks
 from amp_core.models.gpt import GPT
 from amp_core.tensors import local
@@ -157,9 +148,10 @@ def modelled(case: Case) -> tuple[Memory, Counter[str]]:
     amp = amp_config(case.mode)
     with torch.device("meta"):
         net = GPT(**SIZES)
-    weights = lay_out(weights_of(net, amp), case.layout, case.num_ranks, shard_size=case.shard_size, zero=case.zero)
     # Only BatchNorm and islands keep fp32 weights in every mode, and a language model has none.
-    weights = [replace(weight, low=amp.update is not None, averaged=True) for weight in weights]
+    where = {"parts": (case.shard_size or case.num_ranks) if case.layout in SHARDED else 1}
+    where |= {"slices": case.num_ranks if case.zero else 1}
+    weights = [replace(w, low=amp.update is not None, averaged=True, **where) for w in weights_of(net, amp)]
     payload: Counter[str] = Counter()
     for each in traffic(weights, amp, case.num_ranks, accumulation=case.accumulation, compress=case.compress):
         payload[each.kind] += each.payload
@@ -194,7 +186,7 @@ def test_the_model_is_what_is_measured(num_ranks: int, on_ranks: Any) -> None:
 
 def test_rows_are_not_cut() -> None:
     """With 5 rows on 2 ranks one holds 3, and both gather 6."""
-    weights = lay_out([Weight((5, 10))], "fsdp", 2)
+    weights = [Weight((5, 10), parts=2)]
     amp = amp_config("fp32")
     assert memory(weights, amp).weights == 4 * 30
     gathered = next(each for each in traffic(weights, amp, 2) if each.kind == "all_gather")
@@ -219,7 +211,7 @@ def test_a_frozen_base_in_8_bits_counts_as_it_is_stored() -> None:
 
 
 def test_sharded_gradients_are_whole_until_the_last_micro_batch() -> None:
-    weights = lay_out([Weight((6, 10)), Weight((8,), moments=None)], "fsdp", 2)
+    weights = [Weight((6, 10), parts=2), Weight((8,), moments=None, parts=2)]
     found = [memory(weights, amp_config("fp32"), accumulation=count).unreduced for count in (1, 2, 3)]
     assert found == [0, 4 * 60, 4 * 60]
 
@@ -240,7 +232,7 @@ def test_a_block_is_gathered_alone() -> None:
 def test_only_sharded_state_gathers_weights_in_calls_of_32_mib_or_more() -> None:
     amp, weights = amp_config("fp32"), [Weight((1 << 23, 2))]
     for zero, expected in ((False, []), (True, [(4 << 24, 2)])):
-        sent = traffic(lay_out(weights, "ddp", 2, zero=zero), amp, 2)
+        sent = traffic([replace(w, slices=2 if zero else 1) for w in weights], amp, 2)
         assert [(each.payload, each.calls) for each in sent if each.kind == "all_gather"] == expected
         assert [(each.payload, each.calls) for each in sent if each.payload == 4] == [(4, 1)]  # one check of finiteness
     assert traffic(weights, amp, 1) == []

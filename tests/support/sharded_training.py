@@ -18,7 +18,7 @@ from amp_core import Amp, Ema, Schedule, sync_grads
 from amp_core.checkpoints.parts import gather_full_state
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, shard_for
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.models.gpt import GPT
 
 CPU = torch.device("cpu")

@@ -106,7 +106,7 @@ def batches(num: int = 7) -> Iterator[Tensor]:
 
 def train(build: Callable[[nn.Module], torch.optim.Optimizer], mode: Any = "fp16", clip: Any = None) -> Any:
     from amp_core import Amp
-    from amp_core.lowp.weights import master_params
+    from amp_core.lowp.masters import master_params
     from amp_core.step.ema import Ema
 
     fields = {"growth_interval": 2, "init_scale": 1024.0} if mode == "fp16" else {}

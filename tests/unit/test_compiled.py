@@ -25,7 +25,7 @@ from amp_core import Amp, Clip, Ema, Schedule, keep_fp32, sync_grads
 from amp_core.checkpoints.parts import gather_full_state
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.memory.compiled import Compiler, allow_graphs, compile_parts, eagerly
 from amp_core.memory.recompute import recompute_blocks
 

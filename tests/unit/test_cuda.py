@@ -21,7 +21,7 @@ from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, MicroBatch, Schedule, w
 from amp_core.config.errors import RunError
 from amp_core.config.rules import amp_config
 from amp_core.layouts.ddp import wrap_ddp
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.memory.sync_debug import noted_waits, set_sync_debug, sync_debug
 from amp_core.run.teardown import end_process_group
 
@@ -207,7 +207,7 @@ def test_a_save_in_the_background_holds_what_was_there(format, tmp_path):
         loaded = checkpoint.load()
         assert loaded is not None and loaded.step == step
         assert all(torch.equal(a, b) for a, b in zip(expected, net.parameters(), strict=True))
-    assert all(buffer.is_pinned() for buffer in checkpoint._copies._buffers if buffer.numel())
+    assert all(buffer.is_pinned() for kept in checkpoint._copies._free.values() for buffer in kept if buffer.numel())
 
 
 # --- perf=graph and perf=compile --------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import torch
 from tiers import rows
 from torch import Tensor
 
-from amp_core.lowp.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Element, Scaling, codes, quantise, round_to
+from amp_core.lowp.formats import E2M1, E3M2, E4M3, E5M2, Element, Scaling, quantise, round_to
 
-ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2, "e3m2": E3M2, "e2m3": E2M3, "e2m1": E2M1}
+ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2, "e3m2": E3M2, "e2m3": Element(2, 3, 7.5), "e2m1": E2M1}
 BITS = {"e4m3": (4, 3), "e5m2": (5, 2), "e3m2": (3, 2), "e2m3": (2, 3), "e2m1": (2, 1)}
 NOT_NUMBERS = {"e4m3": 1, "e5m2": 4, "e3m2": 0, "e2m3": 0, "e2m1": 0}
 """Of the positive codes, the last that are inf or NaN."""
@@ -38,6 +38,12 @@ def nearest(quotients: np.ndarray, name: str) -> np.ndarray:
     to_above, to_below = values[above] - size, size - values[above - 1]
     is_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
     return np.where(is_above, above, above - 1) + np.signbit(quotients) * 2 ** sum(BITS[name])
+
+
+def codes(values: Tensor, element: Element) -> Tensor:
+    """The bits of elements, sign first."""
+    name = next(name for name, other in ELEMENTS.items() if other == element)
+    return torch.from_numpy(nearest(values.double().numpy(), name))
 
 
 def shared_exponent(peak: np.ndarray, name: str, rule: str) -> np.ndarray:

@@ -17,7 +17,7 @@ from amp_core import Amp, keep_fp32
 from amp_core.heads.losses import LossHead, give_loss, linear_cross_entropy
 from amp_core.layouts.fsdp import build_mesh, wrap_fsdp
 from amp_core.layouts.memory_model import saved_for_backward
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.models import build_model
 from amp_core.models.gpt import LANGUAGE_MODELS
 

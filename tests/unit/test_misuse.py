@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core import Amp, Clip, Ema
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.step.scaler import LossScale
 
 

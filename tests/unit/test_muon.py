@@ -19,7 +19,7 @@ from amp_core import Amp, Clip
 from amp_core.config.schema import OptimizerConfig
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.zero import share_state, whole_state
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.models.gpt import GPT
 from amp_core.models.images import cnn
 from amp_core.step.muon import hidden_matrices

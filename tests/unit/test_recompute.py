@@ -16,7 +16,7 @@ from amp_core import Amp, Ema, keep_fp32
 from amp_core.doctor.trace import Trace
 from amp_core.layouts.memory_model import saved_for_backward
 from amp_core.lowp.islands import island_names
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.memory.recompute import recompute_blocks, recomputed
 from amp_core.step.observer import observing
 from amp_tools.census import Census

@@ -15,7 +15,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.fsdp import wrap_fsdp
 from amp_core.layouts.zero import share_state
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 from amp_core.step.amp import Amp
 from amp_core.step.clip import Clip
 

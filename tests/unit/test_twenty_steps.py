@@ -19,7 +19,7 @@ from tiers import rows
 from torch import nn
 
 from amp_core import Amp, Clip, Ema, Schedule, windows
-from amp_core.lowp.weights import fp32_values, master_params
+from amp_core.lowp.masters import fp32_values, master_params
 
 ROOT = Path(__file__).resolve().parents[2]
 on_cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

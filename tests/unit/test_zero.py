@@ -19,7 +19,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from amp_core import Amp, Checkpoint, Clip
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.layouts.zero import _ALIGN, _Cut, share_state, whole_state
-from amp_core.lowp.weights import master_params
+from amp_core.lowp.masters import master_params
 
 OnRanks = Callable[..., list[Any]]
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
