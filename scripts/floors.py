@@ -37,10 +37,10 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.820
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_175, 2_721
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_172, 2_720
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 567
+MOST_LINES_OF_PATH = 568
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {
