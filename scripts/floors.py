@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (11_388, "base lowp step memory layouts checkpoints heads"),
+    "library": (11_358, "base lowp step memory layouts checkpoints heads"),
     "doctor": (3_981, "doctor"),
     "program": (17_543, "config run cli data models train.py"),
     "amp_tools": (4_567, "amp_tools"),

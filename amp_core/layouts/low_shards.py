@@ -32,7 +32,7 @@ _VIEWS = {"detach", "alias", "view", "slice", "split", "as_strided", "_unsafe_vi
 class LowShard(Tensor):
     """An fp32 tensor that is stored in 16 bits: operators read its fp32 value, and what they write is rounded.
 
-    FSDP2 gathers `low` (`fsdp_pre_all_gather`). Between `begin` and `end` it is the fp32 tensor in `high`.
+    FSDP2 gathers `low` (`fsdp_pre_all_gather`). Within a step it is the fp32 tensor in `high`.
     """
 
     low: Tensor
@@ -61,15 +61,6 @@ class LowShard(Tensor):
     def store(self, value: Tensor) -> None:
         """Round and keep `value`."""
         self.low.copy_(part(value, self.low.dtype, self.rest))
-
-    def begin(self) -> None:
-        """Be an fp32 tensor from now on."""
-        self.high.append(self.value())
-
-    def end(self, value: Tensor) -> None:
-        """Be stored in 16 bits again, as `value`."""
-        self.high.clear()
-        self.store(value)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -207,7 +198,7 @@ class ShardedLowWeights(LowPrecisionWeights):
         """Give the shards of `params` their fp32 values, before anything reads or steps them."""
         for p in self._mine.intersection(params):
             shard: Any = shard_of(p)
-            shard.begin()
+            shard.high.append(shard.value())  # an fp32 tensor from now on
             self._stepping[p] = shard
 
     @torch.no_grad()
@@ -223,7 +214,8 @@ class ShardedLowWeights(LowPrecisionWeights):
             if self.update == "stochastic":
                 noise = noise_16bit(value.numel(), self.num_taken, offset + slice_of(p).start * math.prod(p.shape[1:]))
                 value = round_stochastically(value, noise.to(value.device))
-            shard.end(value)
+            shard.high.clear()
+            shard.store(value)
             offset += p.numel()
         if mine:
             self.num_taken += taken

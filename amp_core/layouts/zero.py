@@ -77,10 +77,10 @@ _cuts: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Cut] = weakref.WeakKeyD
 
 
 def share_state(net: nn.Module) -> None:
-    """Shard the state of any optimizer of these replicated weights over the ranks.
+    """Shard the state of any optimizer of these replicated weights over the ranks, before its first step.
 
-    Each step gathers the new weights, in addition to the all-reduce of gradients. Call it before the optimizer's first
-    step and after `Amp.prepare`. A step is then collective, as are checkpoints (`Checkpoint` gathers full states).
+    Each step gathers the new weights, in addition to the all-reduce of gradients. Call it after `Amp.prepare`. A step
+    is then collective, as are checkpoints (`Checkpoint` gathers full states).
     """
     # The fp32 side of a 16-bit weight may have no memory between steps.
     for param, weight in zip(master_params(net), net.parameters(), strict=True):

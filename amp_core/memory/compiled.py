@@ -43,18 +43,13 @@ beyond the limit it silently falls back to eager."""
 
 
 class Compiler:
-    """Compiles graphs; falls back to eager if it cannot, and logs the reason once.
-
-    Attributes:
-        num_graphs: compiled so far; forward and backward count as one.
-        num_failed: graphs that run eagerly.
-        clock: shows the time while a graph is compiled; called with the `time.monotonic()` of the first one's start.
-    """
+    """Compiles graphs; falls back to eager if it cannot, and logs the reason once."""
 
     def __init__(self, backend: str = "inductor", *, any_shape: bool = False) -> None:
         self.backend, self.any_shape = backend, any_shape
-        self.num_graphs = self.num_failed = 0
+        self.num_graphs = self.num_failed = 0  # compiled, forward and backward as one; run eagerly
         self.clock: Callable[[float], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+        """Shows the time while a graph is compiled, from the `time.monotonic()` at which the first one was begun."""
         self._began: float | None = None
         self._reported = 0
         need("perf.compile", *NEEDED)
@@ -110,11 +105,7 @@ class Compiler:
 
 
 def _warnings_shown() -> contextlib.AbstractContextManager[Any]:
-    """Show warnings instead of raising them (`python -W error`, pytest).
-
-    torch's tracer and compiler emit warnings. Raised, one would count as a failed compilation, and the block would fall
-    back to eager.
-    """
+    """Show warnings of torch's compiler instead of raising them: raised, one would count as a failed compilation."""
     filters: list[Any] = list(warnings.filters)
     if all(action != "error" for action, *_ in filters):
         return contextlib.nullcontext()

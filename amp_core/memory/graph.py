@@ -2,15 +2,14 @@
 
     report, loss = loop.run(train_step, window)      # with perf=graph
 
-The graph contains all of `train_step`: micro-batches, loss scale, finite check, clipping, optimizer, scale update,
-schedule, EMA, and restoring of running statistics. This works because the skip decision, the learning rate and the
-counters are tensors on the device, and because a window ends without gradients: `zero_grad(set_to_none=True)` inside
-the capture leaves them in the graph's memory pool, and nothing outside has their addresses.
+The graph contains all of `train_step`. This works because the skip decision, the learning rate and the counters are
+tensors on the device, and because a window ends without gradients: `zero_grad(set_to_none=True)` inside the capture
+leaves them in the graph's memory pool, and nothing outside has their addresses.
 
 A graph reads and writes fixed memory. So a window is copied into static buffers, the step returns the same tensors
 each time, and random numbers follow the seed set before each step: torch passes seed and offset of the default
-generator to a graph at replay. Other Python code of a step runs only once, at capture; so steps fall back to eager if
-they are inspected (reruns of the doctor, sampled statistics, injected faults) or if a window has another shape.
+generator to a graph at replay. Other Python code of a step runs only once, at capture; so steps run eagerly if they are
+inspected (reruns of the doctor, sampled statistics, injected faults) or if a window has another shape.
 
 A failed capture cannot be undone: torch's allocators and, before 2.13, its random generator stay in it, so that later
 steps fail or leak memory. So the last step before it runs under sync detection, and a step that syncs is never
@@ -230,11 +229,9 @@ class CudaGraphStep:
 def capture_on_cuda(call: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
     """Capture what `call` does as one CUDA graph, without running it. Returns its result and the function that replays.
 
-    Tensors of the result have values only after a replay. On the current stream, which is not the default one
-    (`environment` makes sure): autograd nodes remember their stream, and a graph may use no other.
-
-    What `call` raised is raised, and nothing is left of the capture. RunError: CUDA refused it, and this process
-    cannot recover.
+    On the current stream, which is not the default one (`environment` makes sure): autograd nodes remember their
+    stream, and a graph may use no other. What `call` raised is raised, and nothing is left of the capture. RunError:
+    CUDA refused it, and this process cannot recover.
     """
     graph = torch.cuda.CUDAGraph()
     raised: Exception | None = None

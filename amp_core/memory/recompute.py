@@ -37,14 +37,12 @@ def recompute_blocks(net: nn.Module) -> int:
     """Make each block of `net` recompute its activations in the backward pass, in place. Returns the number of blocks.
 
     Blocks are those that layout=fsdp gathers one at a time, see `tensors.blocks`. Gradients, random numbers and
-    buffers are bit-identical. Evaluation does not change. Non-persistent buffers are assumed to be constant. No
-    host-device sync. ValueError: there is none; or an instance's patched `forward` would bypass it.
+    buffers are bit-identical. Evaluation does not change. Non-persistent buffers are assumed to be constant.
+    ValueError: there is none; or an instance's patched `forward` would bypass it.
     """
     found = list(blocks(net))
     if not found:
-        raise ValueError(
-            f"{type(net).__name__} has no blocks: modules with submodules in an nn.ModuleList or nn.Sequential"
-        )
+        raise ValueError(f"{type(net).__name__} has no blocks: modules with submodules in nn.ModuleList, nn.Sequential")
     for block in found:
         if "forward" in vars(block):
             raise ValueError(f"a {type(block).__name__} has a patched forward, by hand or by torch.compile")
@@ -77,10 +75,7 @@ def _to_recomputed(module: nn.Module) -> nn.Module:
 
 
 class _Again:
-    """Around each recomputation: use the buffers from before the forward pass, then restore the current ones.
-
-    May be entered repeatedly: a retained graph may run several backward passes.
-    """
+    """Around each recomputation (several of a retained graph): use the buffers from before the forward pass."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block, self._outer = block, None

@@ -27,9 +27,8 @@ skipped, which must stay below `max_consecutive_skips` (50)."""
 class RunningMedian:
     """The losses and gradient norms of an optimizer's last steps, on the device.
 
-    A loss is the absolute value of the sum over a window's micro-batches, unweighted; on several ranks the largest
-    counts. Steps that were skipped as outliers count, too: a lasting change is the new normal after half of
-    `MEDIAN_STEPS` steps.
+    A loss is the absolute value of the sum over a window's micro-batches, unweighted. Steps that were skipped as
+    outliers count, too: a lasting change is the new normal after half of `MEDIAN_STEPS` steps.
     """
 
     def __init__(self, device: torch.device, saved: list[list[float]] | None = None) -> None:
@@ -40,10 +39,7 @@ class RunningMedian:
             self.count.fill_(len(saved[0]))
 
     def judge(self, sizes: Tensor, factor: float, *, record: bool) -> Tensor:
-        """Whether the loss or the norm (`sizes`, [2] float32) is above `factor` times its median: 0-d float32, 1 or 0.
-
-        No host-device sync.
-        """
+        """1 if the loss or the norm (`sizes`, [2] float32) is above `factor` times its median, else 0 (0-d float32)."""
         # Empty places are inf and sort to the end, so this is the lower median of what is there.
         lower_middle = (self.count.clamp(1, MEDIAN_STEPS) - 1) // 2
         median = self.ring.sort(1).values.index_select(1, lower_middle)[:, 0]
@@ -92,10 +88,7 @@ class Outliers:
         return self._usual[key].judge(torch.stack(sizes), self.factor, record=record)
 
     def state(self) -> list[list[list[float]]]:
-        """The numbers of each optimizer, in the order of their first steps, which tells whose they are after a resume.
-
-        Waits for the device.
-        """
+        """The numbers of each optimizer, in the order of their first steps: whose they are after a resume. Waits."""
         mine = [usual.state() for usual in self._usual.values()]
         return mine + self._saved[len(mine) :]
 

@@ -204,8 +204,10 @@ def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManage
     for net in nets:
         if hasattr(net, "set_requires_gradient_sync"):
             _hold(net, not when)
+    if when:
+        return contextlib.nullcontext()
     stack = contextlib.ExitStack()
-    for net in nets if not when else ():
+    for net in nets:
         if hasattr(net, "no_sync"):
             stack.enter_context(net.no_sync())  # type: ignore[operator]
     return stack

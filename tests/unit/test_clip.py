@@ -156,7 +156,7 @@ def adaptive(sharded: bool) -> list[Tensor]:
     if sharded:
         mesh = init_device_mesh("cpu", (2,))
         tensors = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
-    Clip.adaptive(0.5)(tensors[:2], tensors[2:])
+    Clip.adaptive(0.5)(tensors[:2], tensors[2:], torch.zeros(()))
     return [full_tensor(tensor) for tensor in tensors[2:]]
 
 
