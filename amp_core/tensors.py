@@ -103,10 +103,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The local tensors of this rank, in the same memory: the local shards of DTensors, empty ones included.
-
-    Anything that is not a tensor is returned unchanged.
-    """
+    """This rank's shards of DTensors, in the same memory, empty ones included; anything else as it is."""
     if "torch.distributed.tensor" not in sys.modules:  # there are no DTensors
         return list(tensors)
     with torch.no_grad():
@@ -159,16 +156,13 @@ def load_state(net: nn.Module, state: dict[str, Any]) -> None:
 
 
 def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
-    """The ranks whose shards make up the full `tensor`; None if this rank holds all of it.
-
-    TypeError: it is not sharded over one dimension of its mesh and replicated over the others.
-    """
+    """The ranks whose shards make up the full `tensor`; None if this rank holds all of it. TypeError as below."""
     split = split_dimension(tensor) if is_dtensor(tensor) else None
     return None if split is None else tensor.device_mesh.get_group(split)  # type: ignore[attr-defined]
 
 
 def split_dimension(part: Tensor) -> int | None:
-    """The mesh dimension over which a DTensor is sharded; None if each rank holds all of it."""
+    """The mesh dimension over which a DTensor is sharded; None if each rank holds all of it. TypeError: several do."""
     placements = part.placements  # type: ignore[attr-defined]
     split = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
     if not split:

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (11_358, "base lowp step memory layouts checkpoints heads"),
+    "library": (11_355, "base lowp step memory layouts checkpoints heads"),
     "doctor": (3_981, "doctor"),
     "program": (17_543, "config run cli data models train.py"),
     "amp_tools": (4_567, "amp_tools"),
@@ -37,10 +37,10 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.820
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_172, 2_720
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_168, 2_714
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 568
+MOST_LINES_OF_PATH = 567
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {

@@ -252,10 +252,12 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return type(value)(mapped(item, change) for item in value) if type(value) in (list, tuple) else change(value)
 
 
-def all_tensors(value: Any) -> list[Tensor]:
-    found: list[Any] = []
-    mapped(value, found.append)
-    return [each for each in found if isinstance(each, Tensor)]
+def all_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from all_tensors(item)
 
 
 def copied(value: Any) -> Any:

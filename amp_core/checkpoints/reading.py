@@ -137,6 +137,7 @@ def find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | Non
             if kind:
                 raise CheckpointError(f"{path} is damaged: {rejected}") from rejected
             notes.append(f"{candidate} is damaged and was not used: {rejected}")
+            found = None  # frees what another rank found damaged
             continue
         # Folders that are not shared look alike: they may hold the same step of different runs.
         if any(one != told[0] for one in told):

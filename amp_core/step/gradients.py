@@ -92,9 +92,9 @@ def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) ->
 
 
 def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:
-    """Replace gradients whose strides differ from their weights', in `grads` and in the weights.
+    """Give gradients that a program has set, in `grads` and in the weights, the strides of their weights.
 
-    Fused kernels go through both in memory order. A program that sets `.grad` may make such gradients.
+    Fused kernels go through both in memory order.
     """
     if not all(map(eq, map(Tensor.stride, params), map(Tensor.stride, grads))):
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
