@@ -243,6 +243,20 @@ def test_an_island_made_later_and_hooks_are_seen():
     assert torch.equal(after, expected) and not torch.equal(before, after) and seen == [1]
 
 
+def test_a_class_made_an_island_later_is_compiled_again():
+    """No guard of torch sees that a class has another forward."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight)
+
+    net, x = torch.compile(nn.Sequential(Scaled(4, 4)), backend="eager"), torch.ones(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net(x).dtype is torch.bfloat16
+        keep_fp32(Scaled)
+        assert net(x).dtype is torch.float32
+
+
 def _on_a_rank(rank: int) -> list[bool]:
     def wrap_sharded(net: nn.Module) -> nn.Module:
         return wrap_fsdp(net, build_mesh(torch.device("cpu"), 2, None), torch.bfloat16)

@@ -110,6 +110,18 @@ def test_an_island_at_the_end_returns_all_its_digits(last: list[nn.Module]) -> N
         assert net(x).dtype is FP32
 
 
+def test_an_island_within_an_island_rounds_nothing() -> None:
+    torch.manual_seed(0)
+    outer = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    alone = copy.deepcopy(outer)
+    net = nn.Sequential(nn.Linear(16, 16), keep_fp32(keep_fp32(outer), ["0"]))
+    LowPrecisionWeights(net, BF16, "master")
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        inner = net[0](x)
+        assert outer(inner).whole[0].equal(alone(inner.float()))
+
+
 def test_batch_normalisation_stays_fp32_and_its_variance_finite() -> None:
     net = network()
     LowPrecisionWeights(net, FP16, "nearest")
