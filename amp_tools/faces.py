@@ -6,6 +6,7 @@ here it can make lists, tuples, bytes and bools only, also as numpy's.
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch import nn
 from amp_core.checkpoints.reading import read
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.rules import build
-from amp_core.data.identities import Faces
+from amp_core.data.images import ImageFiles
+from amp_core.data.prepare import ALIGNED
 from amp_core.models import build_model
 from amp_core.run.pretrained import load_pretrained
 from amp_core.step.amp import Amp
@@ -65,6 +67,16 @@ def read_bin(path: Path) -> tuple[list[bytes], NDArray[np.bool_]]:
         what = "expected (list of image files, list of bool), two images per pair, and ten pairs at least"
         raise ConfigError(f"{path}: holds {problem}; {what}") from problem
     return images, np.array(same, dtype=bool)
+
+
+class _Images:
+    """The image files of a .bin file, as `ImageFiles` takes them."""
+
+    def __init__(self, name: str, images: list[bytes]) -> None:
+        self._name, self._images = name, images
+
+    def opened(self, index: int) -> tuple[Any, str]:
+        return io.BytesIO(self._images[index]), f"{self._name}, image {index}"
 
 
 @torch.no_grad()
@@ -118,15 +130,7 @@ def verify_run(run: Path, bins: list[Path], device: str = "cpu") -> dict[str, di
     net = net.to(amp.device).eval()
     results = {}
     for name, (images, same) in sets.items():
-        numbers = np.arange(len(images))
-        faces = Faces(
-            lambda n, name=name, images=images: (f"{name}, image {n}", images[n]),
-            numbers,
-            numbers,
-            size=size,
-            augment=False,
-            seed=0,
-        )
+        faces = ImageFiles(_Images(name, images), np.arange(len(images)), 0, size, False, 0, prepared=ALIGNED)
         try:
             results[name] = verify_pairs(embed(net, amp, faces), same)
         except RunError as problem:  # an image that is damaged

@@ -86,10 +86,13 @@ def evenly_spread(dataset: Dataset, num: int) -> Any:
 
 
 class Paths:
-    """Paths of files in one array: forked workers would copy a list of a million strings page by page in use."""
+    """Paths of files in one array: forked workers would copy a list of a million strings page by page in use.
 
-    def __init__(self, paths: Iterable[str | Path]) -> None:
-        self._names = np.array([os.fsencode(path) for path in paths])
+    `root`: the folder below which `data.exclude` names them.
+    """
+
+    def __init__(self, paths: Iterable[str | Path], root: str | Path = "") -> None:
+        self._names, self._root = np.array([os.fsencode(path) for path in paths]), root
 
     def __len__(self) -> int:
         return len(self._names)
@@ -101,6 +104,9 @@ class Paths:
         """(what `decode.read_image` takes, the name)."""
         return self[index], self[index]
 
+    def name_of(self, index: int) -> str:
+        return os.path.relpath(self[index], self._root)
+
 
 class Chosen:
     """The samples of a data set of files that `data.exclude` does not name, and notes about the files."""
@@ -110,11 +116,13 @@ class Chosen:
         self._names = excluded_names(cfg.exclude) if cfg.exclude is not None else set[str]()
         self._found: set[str] = set()
 
-    def keep(self, num_samples: int, name_of: Callable[[int], str]) -> NDArray[np.bool_]:
-        """Which samples to keep, [num_samples]."""
-        names = [name_of(index) for index in range(num_samples)] if self._names else []
+    def of(self, files: Any) -> Any:
+        """A data set without the samples that the list names."""
+        if not self._names:
+            return files
+        names = [files.name_of(index) for index in range(len(files))]
         self._found |= self._names.intersection(names)
-        return np.array([name not in self._names for name in names] or [True] * num_samples, dtype=bool)
+        return files.taken(np.array([name not in self._names for name in names], dtype=bool))
 
     def finish(self, data: Data) -> Data:
         """With the notes and the digest. ConfigError: `data.exclude` has names, and none of them is in the data."""

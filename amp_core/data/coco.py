@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,21 +146,18 @@ def _coco(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     if other.names != train.names:
         raise ConfigError(f"data.eval_path={cfg.eval_path}: has other categories than data.path={cfg.path}")
 
-    def part(of: Annotations, held: Callable[[int], bool], augment: bool) -> MaskFiles:
-        pairs = [pair for row, pair in enumerate(of.pairs) if held(row)]
-        options: Any = {"root": of.root, "read_mask": of.masks, "num_masks": len(of.names)}
-        files = MaskFiles(pairs, size, augment, seed, **options)
-        kept = chosen.keep(len(files), files.name_of)
-        if not kept.any():
+    def part(of: Annotations, rows: Any, augment: bool) -> MaskFiles:
+        files = MaskFiles(of.pairs, size, augment, seed, of.root, of.masks, len(of.names)).taken(rows)
+        files = chosen.of(files)
+        if not len(files):
             raise ConfigError(f"data.path={of._path}: no images are left; expected two or more")
-        return MaskFiles([pair for pair, keep in zip(pairs, kept, strict=True) if keep], size, augment, seed, **options)
+        return files
 
-    is_split = cfg.eval_path is None
-    training = part(train, lambda row: not is_split or row % 5 != 4, bool(cfg.augment))
-    evaluation = part(other, lambda row: not is_split or row % 5 == 4, False)
+    held = np.arange(len(train.pairs)) % 5 == 4
+    rows = (~held, held) if cfg.eval_path is None else (slice(None), slice(None))
+    parts = part(train, rows[0], bool(cfg.augment)), part(other, rows[1], False)
     facts = {"image_shape": (3, size, size), "num_masks": len(train.names)}
-    data = chosen.finish(Data(training, evaluation, facts, classes=train.names))
-    return data
+    return chosen.finish(Data(*parts, facts, classes=train.names))
 
 
 BUILDERS = {"coco": _coco}

@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 import io
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +21,10 @@ from torch import Tensor
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
-from amp_core.config.sources import Skipped, class_names, dejavu_files
-from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
-from amp_core.data.decode import read_image
-from amp_core.data.images import Batch, Synthetic, class_files, data_of, noise_pool, split_images
-from amp_core.data.prepare import to_floats
+from amp_core.config.sources import class_names, dejavu_files
+from amp_core.data.base import Chosen, Data, Paths, uniforms
+from amp_core.data.images import ImageFiles, Synthetic, class_files, data_of, noise_pool, split_images
+from amp_core.data.prepare import ALIGNED
 from amp_core.data.records import Records
 
 _MOST_PROBES = 20
@@ -82,98 +80,41 @@ def _glyphs(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 # --- image files ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Faces:
-    """Aligned faces in image files. Pixels from -1 to 1; training images are flipped with probability 1/2.
+class _RecordImages:
+    """The images of `train.rec` with these keys."""
 
-    Args:
-        read: returns the name of an image number, and its file: a path or the bytes.
-        numbers: image numbers, passed to `read`, [N].
-        labels: [N], from 0.
-        size: height and width of what is given out.
-        prefix: of their names.
-
-    Raises:
-        RunError: in a batch: an image cannot be read.
-    """
-
-    read: Callable[[int], tuple[str, str | bytes]]
-    numbers: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    size: int
-    augment: bool
-    seed: int
-    prefix: str = ""
-
-    def __post_init__(self) -> None:
-        self.num_classes, self.image_shape = int(self.labels.max()) + 1, (3, self.size, self.size)
-
-    def __len__(self) -> int:
-        return len(self.labels)
+    def __init__(self, records: Records, keys: NDArray[np.int64]) -> None:
+        self._records, self._keys = records, keys
 
     def name_of(self, index: int) -> str:
-        """The name of a sample for `data.exclude`."""
-        return self.prefix + cast(Any, self.read).name_of(int(self.numbers[index]))
+        return f"record {self._keys[index]}"
 
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        indices, passes = unpack(keys)
-        mirrored = self.augment & (uniforms(self.seed, indices, passes, 1)[:, 0] < 0.5)
-        images = to_floats(map(self._decode, self.numbers[indices].tolist(), mirrored), self.size, 127.5)
-        return images.sub_(1.0), torch.from_numpy(self.labels[indices])
-
-    def _decode(self, number: int, mirrored: bool) -> NDArray[np.uint8]:
-        from PIL import Image
-
-        name, file = self.read(number)
-        image = read_image(file if isinstance(file, str) else io.BytesIO(file), name)
-        if image.size != (self.size, self.size):
-            image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
-        return np.asarray(image)[:, ::-1] if mirrored else np.asarray(image)
+    def opened(self, index: int) -> tuple[Any, str]:
+        content = self._records.read(int(self._keys[index]))[1]
+        return io.BytesIO(content), f"{self._records.path}, {self.name_of(index)}"
 
 
-class _Folder:
-    """The images of a folder with one folder per identity."""
-
-    def __init__(self, root: Path, skipped: Skipped) -> None:
-        paths, self.labels = class_files(root, class_names(root), skipped)
-        self._root, self._paths, self.numbers = root, Paths(paths), np.arange(len(paths))
-
-    def __call__(self, number: int) -> tuple[str, str]:
-        return self._paths[number], self._paths[number]
-
-    def name_of(self, number: int) -> str:
-        return os.path.relpath(self._paths[number], self._root)
-
-
-class _RecordImages:
-    """The images of `train.rec`."""
-
-    def __init__(self, root: Path, skipped: Skipped) -> None:
-        self._records = Records(root)
-        self.numbers, self.labels = self._records.identities()
-
-    def __call__(self, number: int) -> tuple[str, bytes]:
-        return f"{self._records.path}, record {number}", self._records.read(number)[1]
-
-    def name_of(self, number: int) -> str:
-        return f"record {number}"
-
-
-def _files(make: Callable[[Path, Skipped], Any], cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def _files(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+    """Aligned faces. Pixels from -1 to 1; training images are flipped with probability 1/2."""
     assert cfg.path and cfg.image_size, "check_data was not asked"
     size, chosen = cfg.image_size, Chosen(cfg)
 
-    def source(path: str, prefix: str) -> Any:
-        found = make(Path(path).expanduser(), chosen.skipped)
-        kept = chosen.keep(len(found.numbers), lambda index: prefix + found.name_of(int(found.numbers[index])))
-        found.prefix, found.numbers, found.labels = prefix, found.numbers[kept], found.labels[kept]
-        return found
+    def images_of(path: str, prefix: str) -> ImageFiles:
+        root = Path(path).expanduser()
+        if cfg.name == "records":
+            records = Records(root)
+            keys, labels = records.identities()
+            files: Any = _RecordImages(records, keys)
+        else:
+            paths, labels = class_files(root, class_names(root), chosen.skipped)
+            files = Paths(paths, root)
+        return chosen.of(ImageFiles(files, labels, 0, size, False, seed, prepared=ALIGNED, prefix=prefix))
 
-    images = source(cfg.path, "")
-    train = np.ones(len(images.labels), dtype=bool)
+    images = images_of(cfg.path, "")
+    train = np.ones(len(images), dtype=bool)
     if cfg.eval_path is not None:
-        others = source(cfg.eval_path, "eval_path:")
-        probes = np.ones(len(others.labels), dtype=bool)
+        others = images_of(cfg.eval_path, "eval_path:")
+        probes = np.ones(len(others), dtype=bool)
     else:
         others, names = images, np.unique(images.labels)
         # Every tenth identity, at most a thousand: the evaluation compares pairs.
@@ -184,16 +125,16 @@ def _files(make: Callable[[Path, Skipped], Any], cfg: DataConfig, seed: int, cha
     ranked = others.labels[order]
     probes[order] &= np.arange(len(order)) - np.searchsorted(ranked, ranked) < _MOST_PROBES  # the first ones of each
 
-    def part(source: Any, which: NDArray[np.bool_], augment: bool) -> Faces:
-        names, labels = np.unique(source.labels[which], return_inverse=True)
+    def part(images: ImageFiles, which: NDArray[np.bool_], augment: bool) -> ImageFiles:
+        names, labels = np.unique(images.labels[which], return_inverse=True)
         if len(names) < 2:
             raise ConfigError(
                 f"data.path={cfg.path}: {len(names)} identities are left to "
-                f"{'train' if augment else 'evaluate'} on; expected at least 2 of each kind"
+                f"{'train' if which is train else 'evaluate'} on; expected at least 2 of each kind"
             )
-        return Faces(source, source.numbers[which], labels, size, augment and bool(cfg.augment), seed, source.prefix)
+        return replace(images.taken(which), labels=labels, num_classes=len(names), augment=augment)
 
-    return chosen.finish(data_of(part(images, train, True), part(others, probes, False)))
+    return chosen.finish(data_of(part(images, train, bool(cfg.augment)), part(others, probes, False)))
 
 
 # --- made up ----------------------------------------------------------------------------------------------------------
@@ -234,7 +175,7 @@ def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
 BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
     "glyphs": _glyphs,
-    "identity_folder": functools.partial(_files, _Folder),
-    "records": functools.partial(_files, _RecordImages),
+    "identity_folder": _files,
+    "records": _files,
     "synthetic_identities": _synthetic,
 }

@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,27 +230,30 @@ class ImageFiles:
     """Image files. Training: random resized crop (8 to 100 % of the area) and horizontal flip. Evaluation: the centre.
 
     Args:
-        files: their paths, or what has `opened` as `Paths` has.
+        paths: of the files, or what has `opened` and `name_of` as `Paths` has.
         labels: [N].
         size: height and width of what is given out.
-        root: folder below which files are named.
         on_device: batches are JPEG bytes, which `finish` decodes on the device. Resizing there rounds differently:
             pixels differ by a few of 255.
+        which: the files of the samples, [N]; None: all.
+        prefix: of their names.
     """
 
-    files: InitVar[Any]
+    paths: Any
     labels: NDArray[Any]
     num_classes: int
     size: int
     augment: bool | str
     seed: int
     on_device: bool = False
-    root: str = ""
     prepared: Preparation = IMAGENET
+    which: Any = None
+    prefix: str = ""
 
-    def __post_init__(self, files: Any) -> None:
-        self.paths, self.labels = files if hasattr(files, "opened") else Paths(files), self.labels.astype(np.int64)
-        self.image_shape = (3, self.size, self.size)
+    def __post_init__(self) -> None:
+        self.paths = self.paths if hasattr(self.paths, "opened") else Paths(self.paths)
+        self.labels, self.image_shape = self.labels.astype(np.int64), (3, self.size, self.size)
+        self.which = np.arange(len(self.labels)) if self.which is None else self.which
 
     @property
     def preprocessing(self) -> dict[str, Any]:
@@ -259,11 +262,15 @@ class ImageFiles:
 
     def name_of(self, index: int) -> str:
         """The name of a sample for `data.exclude`."""
-        return os.path.relpath(self.paths[index], self.root)
+        return self.prefix + self.paths.name_of(self.which[index])
+
+    def taken(self, rows: Any) -> ImageFiles:
+        """Some of the samples."""
+        return replace(self, labels=self.labels[rows], which=self.which[rows])
 
     def of_files(self, paths: Sequence[str]) -> ImageFiles:
         """Other files, prepared as these are. For evaluation; labels are 0."""
-        return replace(self, files=paths, labels=np.zeros(len(paths)), augment=False, on_device=False)
+        return replace(self, paths=paths, labels=np.zeros(len(paths)), which=None, augment=False, on_device=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -272,7 +279,7 @@ class ImageFiles:
         indices, passes = unpack(keys)
         u = uniforms(self.seed, indices, passes, NUM_CROP_UNIFORMS)
         labels = torch.from_numpy(self.labels[indices])
-        opened = map(self.paths.opened, indices)
+        opened = map(self.paths.opened, self.which[indices])
         if self.on_device:
             # As bytes: tensors would be copied to the device, but decoders need them on the host.
             return list(map(self._file, (name for _, name in opened), u)), labels
@@ -331,10 +338,11 @@ class ImageFiles:
 
     def _read(self, opened: tuple[Any, str], u: NDArray[np.float64]) -> NDArray[np.uint8]:
         image, size = read_image(*opened), (self.size, self.size)
-        if not self.augment:
-            return self.prepared.centre(image, self.size)
-        image = image.crop(random_crop(*image.size, u)).resize(size, self.prepared.filter)
-        return np.asarray(image)[:, ::-1] if u[0] < 0.5 else np.asarray(image)
+        if not self.augment or self.prepared.is_whole:
+            pixels = self.prepared.centre(image, self.size)
+        else:
+            pixels = np.asarray(image.crop(random_crop(*image.size, u)).resize(size, self.prepared.filter))
+        return pixels[:, ::-1] if self.augment and u[0] < 0.5 else pixels
 
 
 def _upright(image: Tensor, orientation: int) -> Tensor:
@@ -412,19 +420,18 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     root, size, prepared = Path(cfg.path).expanduser(), cfg.image_size, preparation_of(cfg.like)
     if cfg.num_classes is not None:  # to predict
-        none = ImageFiles([], np.zeros(0), cfg.num_classes, size, False, seed, prepared=prepared)
-        files = none.of_files([*images_below(root)])
+        paths = [*images_below(root)]
+        files = ImageFiles(paths, np.zeros(len(paths)), cfg.num_classes, size, False, seed, prepared=prepared)
         return data_of(files, files)
     classes, chosen = class_names(root / "train"), Chosen(cfg)
 
     def part(name: str, augment: bool | str, on_device: bool = False) -> ImageFiles:
         paths, labels = class_files(root / name, classes, chosen.skipped, os.path.split)  # as ImageFolder sorts them
-        files = ImageFiles(paths, labels, len(classes), size, augment, seed, on_device, str(root), prepared)
-        kept = chosen.keep(len(files), files.name_of)
-        paths, labels = [path for path, keep in zip(paths, kept, strict=True) if keep], labels[kept]
-        if empty := [classes[i] for i in sorted({*range(len(classes))} - {*np.unique(labels)})]:
+        files = ImageFiles(Paths(paths, root), labels, len(classes), size, augment, seed, on_device, prepared)
+        files = chosen.of(files)
+        if empty := [classes[i] for i in sorted({*range(len(classes))} - {*np.unique(files.labels)})]:
             raise ConfigError(f"data.path={cfg.path}: {name}: no images in {', '.join(empty)}")
-        return replace(files, files=paths, labels=labels)
+        return files
 
     return chosen.finish(data_of(part("train", cfg.augment, cfg.prepare_on == "device"), part("val", False)))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from amp_core.config.errors import BadSample, ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.config.sources import brain_files, images_below, masked_images, photographs
-from amp_core.data.base import Chosen, Data, Key, Paths, uniforms, unpack
+from amp_core.data.base import Chosen, Data, Key, uniforms, unpack
 from amp_core.data.decode import read_image, read_integers
 from amp_core.data.images import NUM_UNIFORMS, every_fifth, read_mnist_subset, shift_rotate_scale
 from amp_core.data.prepare import NUM_CROP_UNIFORMS, random_crop, to_floats
@@ -242,7 +242,7 @@ class MaskFiles:
         read_mask: what `pairs` names as the mask, to [num_masks, H, W] of 0, 1 and VOID.
     """
 
-    pairs: InitVar[Sequence[tuple[str, str]]]
+    pairs: Any
     size: int
     augment: bool
     seed: int
@@ -250,15 +250,20 @@ class MaskFiles:
     read_mask: Callable[[str], Pixels] = read_mask_file
     num_masks: int = 1
 
-    def __post_init__(self, pairs: Sequence[tuple[str, str]]) -> None:
-        self.paths, self._masks = (Paths(pair[i] for pair in pairs) for i in (0, 1))
+    def __post_init__(self) -> None:
+        if not isinstance(self.pairs, np.ndarray):  # in one array, as `Paths`
+            self.pairs = np.array([[*map(os.fsencode, pair)] for pair in self.pairs]).reshape(-1, 2)
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.pairs)
 
     def name_of(self, index: int) -> str:
         """The name of a sample for `data.exclude`: its image."""
-        return os.path.relpath(self.paths[index], self.root)
+        return os.path.relpath(os.fsdecode(bytes(self.pairs[index, 0])), self.root)
+
+    def taken(self, rows: Any) -> MaskFiles:
+        """Some of the samples."""
+        return replace(self, pairs=self.pairs[rows])
 
     @property
     def preprocessing(self) -> dict[str, Any]:
@@ -275,7 +280,8 @@ class MaskFiles:
         pixels = np.zeros((len(keys), self.size, self.size, 3), dtype=np.uint8)
         masks = np.full((len(keys), self.num_masks, self.size, self.size), VOID, dtype=np.uint8)
         for row, index in enumerate(indices):
-            self._read(self.paths[index], self._masks[index], u[row], pixels[row], masks[row])
+            image, mask = (os.fsdecode(bytes(path)) for path in self.pairs[index])
+            self._read(image, mask, u[row], pixels[row], masks[row])
         return normalised(to_floats(pixels, self.size)), torch.from_numpy(masks)
 
     def _read(self, image_path: str, mask_path: str, u: Numbers, pixels: Pixels, masks: Pixels) -> None:
@@ -315,11 +321,10 @@ def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
     def part(name: str, augment: bool) -> MaskFiles:
         pairs = masked_images(root / name, chosen.skipped)[0]
-        files = MaskFiles(pairs, size=size, augment=augment, seed=seed, root=str(root))
-        kept = chosen.keep(len(files), files.name_of)
-        if not kept.any():
+        files = chosen.of(MaskFiles(pairs, size=size, augment=augment, seed=seed, root=str(root)))
+        if not len(files):
             raise ConfigError(f"data.path={cfg.path}: {name}: no images are left by data.exclude={cfg.exclude}")
-        return replace(files, pairs=[pair for pair, keep in zip(pairs, kept, strict=True) if keep])
+        return files
 
     return chosen.finish(Data(part("train", bool(cfg.augment)), part("val", False), facts))
 

@@ -30,6 +30,8 @@ class Preparation:
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     rounded: Callable[[float], int] = round
     """torchvision's numbers are rounded, timm's cut off."""
+    is_whole: bool = False
+    """The whole image is resized, in training too: what it shows is aligned."""
 
     def shorter(self, size: int) -> int:
         """The shorter side for a square of `size`."""
@@ -37,6 +39,8 @@ class Preparation:
 
     def centre(self, image: Any, size: int) -> NDArray[np.uint8]:
         """The square of an image of Pillow, [size, size, 3]."""
+        if self.is_whole:
+            return np.asarray(image.resize((size, size), self.filter))
         (width, height), shorter, mode = image.size, self.shorter(size), self.filter
         scale = shorter / min(width, height)
         sides = [shorter if side == min(width, height) else int(side * scale) for side in (width, height)]
@@ -61,11 +65,11 @@ class Preparation:
 
     def about(self, size: int) -> dict[str, Any]:
         """For the metadata of an exported network."""
-        crop = {"resize_shorter_side": self.shorter(size), "crop": "center", "interpolation": self.mode}
-        return described(size, size, self.mean, self.std) | crop
+        crop = {} if self.is_whole else {"resize_shorter_side": self.shorter(size), "crop": "center"}
+        return described(size, size, self.mean, self.std) | crop | {"interpolation": self.mode}
 
 
-IMAGENET = Preparation()
+IMAGENET, ALIGNED = Preparation(), Preparation(mean=(0.5,) * 3, std=(0.5,) * 3, is_whole=True)
 
 
 def described(height: int, width: int, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
@@ -107,10 +111,10 @@ def _per_channel(device: torch.device, *values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
 
-def to_floats(images: Iterable[NDArray[np.uint8]], size: int, divisor: float = 255) -> Tensor:
-    """Images uint8 [size, size, 3] each to float32 [B, 3, size, size], divided."""
+def to_floats(images: Iterable[NDArray[np.uint8]], size: int) -> Tensor:
+    """Images uint8 [size, size, 3] each to float32 [B, 3, size, size] from 0 to 1."""
     pixels = np.array([*images], dtype=np.uint8).reshape(-1, size, size, 3)
-    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(divisor)
+    return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float().div_(255)
 
 
 _CROP_TRIALS = 10

@@ -7,7 +7,6 @@ resume at any sample. Nothing is extracted, so names in a shard are only names.
 
 from __future__ import annotations
 
-import functools
 import glob
 import importlib
 import io
@@ -49,50 +48,45 @@ class Places:
     Args:
         folder: of the cache, from `_Index.save`.
         files: what its numbers of files mean; None: `images.bin` in the folder.
-        which: the chosen ones; None: all.
+        root: the folder below which `data.exclude` names them.
     """
 
-    def __init__(self, folder: Path, files: Sequence[Path] | None, which: NDArray[np.int64] | None = None) -> None:
-        self._files = Paths([folder / "images.bin"] if files is None else files)
+    def __init__(self, folder: Path, files: Sequence[Path] | None, root: Path) -> None:
+        self._files, self._root = Paths([folder / "images.bin"] if files is None else files), root
         self._table = np.lib.format.open_memmap(folder / "places.npy", mode="r")
         self._names = np.lib.format.open_memmap(folder / "names.npy", mode="r")
-        self._which = np.arange(len(self._table)) if which is None else which
 
-    def __len__(self) -> int:
-        return len(self._which)
-
-    def __getitem__(self, index: int) -> str:
-        row = self._which[index]
+    def __getitem__(self, row: int) -> str:
         return f"{self._files[int(self._table[row, 0])]}, {os.fsdecode(bytes(self._names[row]))}"
 
-    def opened(self, index: int) -> tuple[Any, str]:
+    def name_of(self, row: int) -> str:
+        return os.path.relpath(self[row], self._root)
+
+    def opened(self, row: int) -> tuple[Any, str]:
         """The image as an open file, and its name."""
-        number, offset, size = self._table[self._which[index]].tolist()
+        number, offset, size = self._table[row].tolist()
         file = open_file(self._files[number])
         try:
             content = os.pread(file, size, offset)
         finally:
             os.close(file)
         if len(content) != size:
-            raise BadSample(f"cannot read {visible(self[index])}: the file has become shorter; copy it again")
-        return io.BytesIO(content), self[index]
+            raise BadSample(f"cannot read {visible(self[row])}: the file has become shorter; copy it again")
+        return io.BytesIO(content), self[row]
 
 
 class Rows:
     """Images in a folder of `datasets`, memory-mapped by it."""
 
-    def __init__(self, rows: Any, column: str, which: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, rows: Any, column: str) -> None:
         self._rows, self._column = rows, column
-        self._which = np.arange(len(rows)) if which is None else which
 
-    def __len__(self) -> int:
-        return len(self._which)
+    def name_of(self, row: int) -> str:
+        return f"row {row}"
 
-    def __getitem__(self, index: int) -> str:
-        return f"row {self._which[index]}"
-
-    def opened(self, index: int) -> tuple[Any, str]:
-        return io.BytesIO(_bytes_of(self._rows[int(self._which[index])][self._column], self[index])), self[index]
+    def opened(self, row: int) -> tuple[Any, str]:
+        name = self.name_of(row)
+        return io.BytesIO(_bytes_of(self._rows[int(row)][self._column], name)), name
 
 
 def _bytes_of(value: Any, where: str) -> bytes:
@@ -304,18 +298,15 @@ def files_of(pattern: str, ending: str) -> list[Path]:
 
 
 def _stored(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    ending = _ENDINGS[cfg.name]
+    ending, root = _ENDINGS[cfg.name], Path(cfg.path or "").expanduser().parent
 
-    def read(path: str) -> tuple[Callable[..., Places], NDArray[np.int64], list[str]]:
+    def read(path: str) -> tuple[Places, NDArray[np.int64], list[str]]:
         files, own = files_of(path, ending), replace(cfg, path=path)
         index = _index_tars if cfg.name == "shards" else _index_parquet
         about = (cfg.name, 1, sorted(named_columns(cfg).items()), stamps(files))
         folder = cached(about, lambda folder: index(files, own, folder))
-        labels, classes = (
-            np.array(np.lib.format.open_memmap(folder / "labels.npy", mode="r")),
-            json.loads((folder / "classes.json").read_text()),
-        )
-        return lambda which=None: Places(folder, files if cfg.name == "shards" else None, which), labels, classes
+        labels, classes = np.load(folder / "labels.npy"), json.loads((folder / "classes.json").read_text())
+        return Places(folder, files if cfg.name == "shards" else None, root), labels, classes
 
     return _data(cfg, seed, read)
 
@@ -333,7 +324,7 @@ def _hf(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     if "train" not in parts:
         raise ConfigError(f"data.path={cfg.path}: has the parts {', '.join(parts)}; expected train, and validation")
 
-    def read(part: str) -> tuple[Callable[..., Rows], NDArray[np.int64], list[str]]:
+    def read(part: str) -> tuple[Rows, NDArray[np.int64], list[str]]:
         rows = parts[part]
         if lost := [name for name in (image, label) if name not in rows.column_names]:
             has = ", ".join(rows.column_names[:8])
@@ -342,38 +333,28 @@ def _hf(cfg: DataConfig, seed: int, channels: int | None) -> Data:
             rows = rows.cast_column(image, datasets.Image(decode=False))
         names = getattr(rows.features[label], "names", None)
         labels, found = _numbered(rows[label][:], f"data.path={cfg.path}")
-        return lambda which=None: Rows(rows, image, which), labels, names or found
+        return Rows(rows, image), labels, names or found
 
     return _data(replace(cfg, path="train", eval_path=held), seed, read)
 
 
 def _data(cfg: DataConfig, seed: int, read: Callable[[str], Any]) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
-    chosen, size, prepared = Chosen(cfg), cfg.image_size, preparation_of(cfg.like)
-    source, labels, classes = read(cfg.path)
-    root = str(Path(cfg.path).expanduser().parent if cfg.name != "hf" else "")
-
-    def part(source: Any, which: NDArray[np.int64], labels: NDArray[np.int64], augment: bool | str = False) -> Any:
-        options = {"size": size, "augment": augment, "seed": seed, "root": root, "prepared": prepared}
-        make = functools.partial(ImageFiles, num_classes=len(classes), **options)
-        images = make(source(which), labels)
-        kept = chosen.keep(len(images), images.name_of)
-        return images if kept.all() else make(source(which[kept]), labels[kept])
-
-    def finish(train: ImageFiles, evaluation: ImageFiles) -> Data:
-        return replace(chosen.finish(data_of(train, evaluation)), classes=classes)
-
+    chosen, prepared = Chosen(cfg), preparation_of(cfg.like)
+    images, labels, classes = read(cfg.path)
+    options: Any = {"num_classes": len(classes), "size": cfg.image_size, "seed": seed, "prepared": prepared}
+    train = ImageFiles(images, labels, augment=cfg.augment, **options)
     if cfg.eval_path is None:
         held = every_fifth(labels)
-        train = part(source, np.flatnonzero(~held), labels[~held], cfg.augment)
-        return finish(train, part(source, np.flatnonzero(held), labels[held]))
-    other, other_labels, other_classes = read(cfg.eval_path)
-    if new := sorted(set(other_classes) - set(classes)):
-        few = ", ".join(new[:3])
-        raise ConfigError(f"data.eval_path={cfg.eval_path}: has classes that data.path={cfg.path} lacks: {few}")
-    other_labels = np.array([classes.index(name) for name in other_classes])[other_labels]
-    train = part(source, np.arange(len(labels)), labels, cfg.augment)
-    return finish(train, part(other, np.arange(len(other_labels)), other_labels))
+        train, evaluation = train.taken(~held), replace(train, augment=False).taken(held)
+    else:
+        images, labels, names = read(cfg.eval_path)
+        if new := sorted(set(names) - set(classes)):
+            few = ", ".join(new[:3])
+            raise ConfigError(f"data.eval_path={cfg.eval_path}: has classes that data.path={cfg.path} lacks: {few}")
+        labels = np.array([classes.index(name) for name in names])[labels]
+        evaluation = ImageFiles(images, labels, augment=False, **options)
+    return replace(chosen.finish(data_of(chosen.of(train), chosen.of(evaluation))), classes=classes)
 
 
 BUILDERS = {"shards": _stored, "parquet": _stored, "hf": _hf}

@@ -22,9 +22,9 @@ from running import Forked
 
 from amp_core.config.errors import RunError
 from amp_core.data.decode import FORMATS, THIN, read_image, read_integers
-from amp_core.data.identities import Faces
 from amp_core.data.images import ImageFiles
 from amp_core.data.masks import MaskFiles
+from amp_core.data.prepare import ALIGNED
 
 ROOT = Path(__file__).resolve().parents[2]
 RNG = np.random.default_rng(0)
@@ -327,7 +327,7 @@ def read_thin_pictures() -> int:
         for trains in (True, False):
             ImageFiles([path], np.zeros(1), 1, 224, trains, 0).__getitems__([(0, 0)])
             MaskFiles([(path, path)], 224, trains, 0).__getitems__([(0, 0)])
-            Faces(lambda number: (path, path), np.arange(1), np.zeros(1, int), 224, trains, 0).__getitems__([(0, 0)])
+            ImageFiles([path], np.zeros(1), 1, 224, trains, 0, prepared=ALIGNED).__getitems__([(0, 0)])
 
     read("warm.png")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
