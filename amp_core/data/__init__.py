@@ -31,8 +31,11 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
     from amp_core.config.checks import check_data  # train.py has made these checks before it imports the recipe
 
     # Image files have a number of classes, and text no samples, only without their data (`run.predict.with_data`).
+    if cfg.num_samples == 0 and cfg.name in TEXTS:
+        from amp_core.data.text import absent
+
+        return absent(cfg)
     is_given = cfg.num_classes is not None and cfg.name in (*DECODED, "mask_folder")
-    is_given |= cfg.num_samples == 0 and cfg.name in TEXTS
     if problems := [] if is_given else check_data(cfg):
         raise ConfigError(problems)
     if cfg.name in KINDS:

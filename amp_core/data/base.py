@@ -129,7 +129,7 @@ class Chosen:
         if self._names and not self._found:
             which = f"data.exclude={self._cfg.exclude}: none of its {len(self._names)} names is in the data, such as "
             expected = f"expected names such as {cast(Any, data.train).name_of(0)}, as data.check=true writes them"
-            raise ConfigError(visible(f"{which}{min(self._names)}; {expected}; correct the list, or leave it out"))
+            raise ConfigError(f"{which}{min(self._names)}; {expected}; correct the list, or leave it out")
         notes = skipped_note(f"data.path={self._cfg.path}", self.skipped)
         if self._names:
             notes.append(f"data.exclude={self._cfg.exclude}: leaves {len(self._found)} samples out")

@@ -21,8 +21,7 @@ import numpy as np
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import visible, write_file
 from amp_core.config.schema import DataConfig
-from amp_core.data.base import Key, unpack
-from amp_core.data.packing import IGNORE, Batch, Ints, plan
+from amp_core.data.packing import IGNORE
 from amp_core.data.tokenizers import Tokenizer
 from amp_core.data.tokens import cached, json_lines, stamps
 
@@ -35,29 +34,23 @@ Messages = list[dict[str, Any]]
 
 
 class Chats:
-    """These chats of a folder of the cache, one a sample."""
+    """The chats of a folder of the cache, read as `tokens.Documents`."""
 
-    def __init__(self, folder: Path, which: Ints, length: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self._ids = np.memmap(folder / "ids.bin", "<u4", "r")
         self._is_trained = np.memmap(folder / "trained.bin", "?", "r")
-        ends = np.lib.format.open_memmap(folder / "ends.npy", mode="r")
-        self._begins = np.concatenate([[0], ends[:-1]])[which]
-        self.plan = plan(ends[which] - self._begins, length, "none")
+        ends = np.load(folder / "ends.npy")
+        self._begins = np.concatenate([[0], ends[:-1]])
+        self.sizes = ends - self._begins
 
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        return self.plan.batch(unpack(keys)[0], self._read)
-
-    def _read(self, document: int, start: int, count: int) -> tuple[Any, Any]:
+    def pairs(self, document: int, start: int, count: int) -> tuple[Any, Any]:
         here = slice(first := int(self._begins[document]) + start, first + count + 1)
         ids, is_trained = self._ids[here].astype(np.int64), self._is_trained[here]
         return ids[:-1], np.where(is_trained[1:], ids[1:], IGNORE)
 
 
-def rendered(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer) -> tuple[Path, int, list[str]]:
-    """The folder of the cache with the tokens of chats, their number, and notes. ConfigError: a line is wrong."""
+def rendered(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer) -> tuple[Chats, list[str]]:
+    """The chats of files, from the cache, and notes. ConfigError: a line is wrong."""
     if tokenizer.template is None:
         raise ConfigError(
             f"data.tokenizer={cfg.tokenizer}: has no chat template; expected chat_template.jinja beside it, or "
@@ -66,11 +59,7 @@ def rendered(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer) -> tu
     about = (tokenizer.digest, tokenizer.template, tokenizer.tokens, cfg.text_field, cfg.train_on, cfg.length)
     folder = cached(("chat", 1, *about, stamps(files)), lambda folder: _write(files, cfg, tokenizer, folder))
     notes = json.loads((folder / "notes.json").read_text())
-    return (
-        folder,
-        len(np.lib.format.open_memmap(folder / "ends.npy", mode="r")),
-        [f"data=chat: {note}" for note in notes],
-    )
+    return Chats(folder), [f"data=chat: {note}" for note in notes]
 
 
 def _write(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
@@ -253,7 +242,7 @@ class _Template:
             answer = json.loads(line)
             if "problem" not in answer:
                 return answer
-            problem = visible(" ".join(answer["problem"].split()))
+            problem = " ".join(answer["problem"].split())
             raise ConfigError(f"{where}: the chat template of {self._name} refuses it: {problem}")
         code = self._process.wait()
         how = f"takes more than {_SECONDS:g} s" if code == -signal.SIGALRM else f"ended with {code}"

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import visible
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Chosen, Data
 from amp_core.data.masks import VOID, MaskFiles
@@ -63,7 +62,7 @@ class Annotations:
                 runs = self._runs(each["segmentation"], *map(int, self._sizes[row]))
             except Exception as problem:  # pycocotools raises many kinds
                 what = f"annotation {number} (id {each.get('id') if isinstance(each, dict) else each})"
-                raise ConfigError(visible(f"{path}: {what}: {type(problem).__name__}: {problem}")) from problem
+                raise ConfigError(f"{path}: {what}: {type(problem).__name__}: {problem}") from problem
             parts[row].append((category, bool(each.get("iscrowd")), runs))
         flat = [part for row in parts for part in row]
         self._ends = np.cumsum([0, *map(len, parts)])
@@ -132,10 +131,10 @@ def _root(path: Path, files: list[str]) -> Path:
     named = path.stem.partition("_")[2]
     tried = [path.parent.parent / named, path.parent / named, path.parent / "images", path.parent, path.parent.parent]
     if bad := [file for file in files if os.path.isabs(file) or ".." in Path(file).parts]:
-        raise ConfigError(visible(f"{path}: names the image {bad[0]}; expected a name below a folder"))
+        raise ConfigError(f"{path}: names the image {bad[0]}; expected a name below a folder")
     found = next((folder for folder in tried if (folder / files[0]).is_file()), None)
     if found is None:
-        raise ConfigError(visible(f"{path}: {files[0]} is in none of {', '.join(map(str, dict.fromkeys(tried)))}"))
+        raise ConfigError(f"{path}: {files[0]} is in none of {', '.join(map(str, dict.fromkeys(tried)))}")
     return found
 
 

@@ -6,7 +6,7 @@ and each text once; lines, cells, columns and texts are bounded, so that a damag
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import csv
 import itertools
 import math
@@ -14,7 +14,7 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.files import open_file, visible
+from amp_core.config.files import open_file
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none"))
 """Cells that hold nothing, in small letters."""
@@ -117,7 +117,7 @@ def _number(cell: str) -> float | None:
 
 
 def _short(text: str) -> str:
-    return visible(repr(text if len(text) <= 40 else f"{text[:40]}..."))
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 Choose = Callable[[Sequence[str], Path], list[Column]]
@@ -141,7 +141,7 @@ def read(files: Sequence[Path], choose: Choose) -> list[Column]:
         if count > 1:
             raise ConfigError(f"{path}: has {count} columns {_short(name)}; rename them")
         if first and names != first:
-            raise ConfigError(f"{path}: has other columns than {files[0].name}: {visible(', '.join(names[:8]))}")
+            raise ConfigError(f"{path}: has other columns than {files[0].name}: {', '.join(names[:8])}")
         columns, first = columns or choose(names, path), names
         rows.send([(names.index(column.name), column) for column in columns])
     return columns
@@ -152,14 +152,27 @@ Rows = Any
 
 
 def _csv(path: Path) -> Rows:
+    separator = ","
+
+    def texts(lines: Iterable[bytes]) -> Iterator[str]:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            if len(line) > _MOST_LINE:
+                raise ConfigError(f"{where}: is longer than {_MOST_LINE >> 20} MiB; expected a line per row")
+            try:
+                text = line.decode()
+            except UnicodeDecodeError as problem:
+                cell = line[: problem.start].count(separator.encode()) + 1
+                said = f"byte {line[problem.start]:#04x} is not UTF-8; save the file as CSV in UTF-8, or as parquet"
+                raise ConfigError(f"{where}, cell {cell}: {said}") from None
+            yield text.removeprefix("\ufeff") if number == 1 else text
+
     with os.fdopen(open_file(path), "rb") as file:
-        lines = _Lines(file, path)
-        try:
-            head = next(lines)
-        except StopIteration:
-            raise ConfigError(f"{path}: is empty; expected a line of names of columns, then a line per row") from None
-        lines.separator = max(",;\t|", key=re.sub('"[^"]*"', "", head).count)
-        rows = csv.reader(itertools.chain([head], lines), delimiter=lines.separator, skipinitialspace=True, strict=True)
+        lines = texts(iter(lambda: file.readline(_MOST_LINE + 1), b""))
+        if (head := next(lines, None)) is None:
+            raise ConfigError(f"{path}: is empty; expected a line of names of columns, then a line per row")
+        separator = max(",;\t|", key=re.sub('"[^"]*"', "", head).count)
+        rows = csv.reader(itertools.chain([head], lines), delimiter=separator, skipinitialspace=True, strict=True)
         try:
             names = [name.strip() for name in next(rows)]
             if all(_number(name) is not None for name in names):
@@ -174,59 +187,47 @@ def _csv(path: Path) -> Rows:
                     try:
                         column.add(row[place])
                     except ValueError as problem:
-                        where = visible(f"{path}, line {rows.line_num}, column {column.name}")
+                        where = f"{path}, line {rows.line_num}, column {column.name}"
                         raise ConfigError(f"{where}: {problem}") from problem
         except csv.Error as problem:
             raise ConfigError(f"{path}, line {rows.line_num}: {problem}; is a quote not closed?") from problem
     yield
 
 
-class _Lines:
-    """The lines of a file as text, none of them longer than `_MOST_LINE` bytes."""
-
-    def __init__(self, file: Any, path: Path) -> None:
-        self._file, self._path, self._number, self.separator = file, path, 0, ","
-
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._file.readline(_MOST_LINE + 1)
-        self._number += 1
-        if not line:
-            raise StopIteration
-        where = f"{self._path}, line {self._number}"
-        if len(line) > _MOST_LINE:
-            raise ConfigError(f"{where}: is longer than {_MOST_LINE >> 20} MiB; expected a line per row")
-        if self._number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        try:
-            return line.decode()
-        except UnicodeDecodeError as problem:
-            column = line[: problem.start].count(self.separator.encode()) + 1
-            said = f"byte {line[problem.start]:#04x} is not UTF-8"
-            raise ConfigError(f"{where}, cell {column}: {said}; save the file as CSV in UTF-8, or as parquet") from None
-
-
-def _parquet(path: Path) -> Rows:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     import pyarrow  # type: ignore[import-not-found]
     import pyarrow.parquet as parquet  # type: ignore[import-not-found]
 
     try:
         with parquet.ParquetFile(path) as table:
-            schema = table.schema_arrow
-            wanted = yield list(schema.names)
-            row = 0
-            for batch in table.iter_batches(batch_size=1 << 14, columns=[column.name for _, column in wanted]):
-                for _, column in wanted:
-                    try:
-                        _add_arrow(column, batch.column(batch.schema.get_field_index(column.name)), row)
-                    except _Bad as problem:
-                        at, said = problem.args
-                        raise ConfigError(visible(f"{path}, row {at}, column {column.name}: ") + said) from problem
-                row += len(batch)
-    except (pyarrow.ArrowException, OSError) as problem:
+            yield table
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"{path}: cannot be read as parquet: {problem}") from problem
+
+
+def rows_of_parquet(path: Path, names: Sequence[str], hint: str) -> Iterator[tuple[Any, ...]]:
+    """Python's values of these columns, row by row. ConfigError: it cannot be read, or one is missing, with a hint."""
+    with _opened(path) as table:
+        known = table.schema_arrow.names
+        if lost := [name for name in names if name not in known]:
+            raise ConfigError(f"{path}: has the columns {', '.join(known[:8])}, not {lost[0]!r}; {hint}")
+        for batch in table.iter_batches(batch_size=128, columns=list(names)):
+            yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+
+
+def _parquet(path: Path) -> Rows:
+    with _opened(path) as table:
+        wanted = yield list(table.schema_arrow.names)
+        row = 0
+        for batch in table.iter_batches(batch_size=1 << 14, columns=[column.name for _, column in wanted]):
+            for _, column in wanted:
+                try:
+                    _add_arrow(column, batch.column(column.name), row)
+                except _Bad as problem:
+                    at, said = problem.args
+                    raise ConfigError(f"{path}, row {at}, column {column.name}: " + said) from problem
+            row += len(batch)
     yield
 
 

@@ -284,10 +284,10 @@ class ImageFiles:
             # As bytes: tensors would be copied to the device, but decoders need them on the host.
             return list(map(self._file, (name for _, name in opened), u)), labels
         pixels: Iterable[NDArray[np.uint8]] = map(self._read, opened, u)
-        if isinstance(self.augment, str):
+        if isinstance(policy := self.augment, str):
             from amp_core.data.augment import changed  # other runs need none of it
 
-            pixels = (changed(each, self.augment, self.seed, key) for each, key in zip(pixels, keys, strict=True))
+            pixels = (changed(each, policy, self.seed, key) for each, key in zip(pixels, keys, strict=True))
         return self.prepared.normalise(to_floats(pixels, self.size)), labels
 
     def _file(self, path: str, u: NDArray[np.float64]) -> File:
@@ -341,7 +341,8 @@ class ImageFiles:
         if not self.augment or self.prepared.is_whole:
             pixels = self.prepared.centre(image, self.size)
         else:
-            pixels = np.asarray(image.crop(random_crop(*image.size, u)).resize(size, self.prepared.filter))
+            part = image.crop(random_crop(image.width, image.height, u))
+            pixels = np.asarray(part.resize(size, self.prepared.filter))
         return pixels[:, ::-1] if self.augment and u[0] < 0.5 else pixels
 
 

@@ -12,7 +12,6 @@ import unicodedata
 import wave
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -105,17 +104,12 @@ class Recordings:
 
     def of_folder(self, folder: str) -> Recordings:
         """All recordings in a folder, without what was said. ConfigError: there are none, or of another rate."""
-        paths = sorted(waves_below(folder))
-        heads = [_head_of(path) for path in paths]
-        if others := [path for path, (rate, _) in zip(paths, heads, strict=True) if rate != self._rate]:
-            raise ConfigError(
-                visible(f"{others[0]}: has another rate than the {self._rate} Hz of training; resample it")
-            )
-        if not paths:
+        heads = {path: _head_of(path) for path in sorted(waves_below(folder))}
+        if others := [path for path, (rate, _) in heads.items() if rate != self._rate]:
+            raise ConfigError(f"{others[0]}: has another rate than the {self._rate} Hz of training; resample it")
+        if not heads:
             raise ConfigError(f"predict_on={folder}: has no *.wav; expected recordings")
-        return Recordings(
-            [(path, "", length) for path, (_, length) in zip(paths, heads, strict=True)], self._rate, [""]
-        )
+        return Recordings([(path, "", length) for path, (_, length) in heads.items()], self._rate, [""])
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -147,7 +141,7 @@ def utterances_in(folder: Path, longest: float) -> tuple[list[tuple[str, str, in
             found.append((path, text, length))
     if len(rates) > 1:
         which = ", ".join(f"{rate} Hz in {path}" for rate, path in sorted(rates.items())[:2])
-        raise ConfigError(visible(f"{folder}: has {which}; expected one rate: resample to the lower one"))
+        raise ConfigError(f"{folder}: has {which}; expected one rate: resample to the lower one")
     left_out = [(num_empty, "without a text"), (num_long, f"longer than {longest:g} s, data.options.longest")]
     notes = [visible(f"{folder}: {num} recordings are left out: {why}") for num, why in left_out if num]
     if not found:
@@ -177,10 +171,10 @@ def transcripts_of(folder: Path) -> Iterator[tuple[str, str]]:
         for path in waves_below(folder):
             read = Path(path).with_suffix(".txt")
             if not read.is_file():
-                raise ConfigError(visible(f"{Path(path)}: has no {read.name} beside it; {EXPECTED}"))
+                raise ConfigError(f"{Path(path)}: has no {read.name} beside it; {EXPECTED}")
             yield path, read.read_text("utf-8-sig")
     except (OSError, ValueError, csv.Error) as problem:  # a ValueError is text that is no UTF-8
-        raise ConfigError(visible(f"{read}: cannot be read as UTF-8: {problem}")) from problem
+        raise ConfigError(f"{read}: cannot be read as UTF-8: {problem}") from problem
 
 
 def _of_table(table: Path) -> Iterator[tuple[str, str]]:
@@ -189,26 +183,25 @@ def _of_table(table: Path) -> Iterator[tuple[str, str]]:
         file.seek(0)
         # LJSpeech has id|as read|with numbers spelled out, and no line of names.
         if "|" in head and "file_name" not in head:
-            fields: Any = (dict(enumerate(line.rstrip("\r\n").split("|"))) for line in file)
-            name, column = 0, -1
+            parts = (line.rstrip("\r\n").split("|") for line in file)
+            first, found = 1, ((part[0], part[-1] if len(part) > 1 else None) for part in parts)
         else:
-            fields = csv.DictReader(file)
-            name, column = "file_name", next((key for key in _TEXTS if key in (fields.fieldnames or ())), None)
-            if "file_name" not in (fields.fieldnames or ()) or column is None:
-                raise ConfigError(visible(f"{table}: has the columns {fields.fieldnames}; {EXPECTED}"))
+            rows = csv.DictReader(file)
+            names = rows.fieldnames or ()
+            column = next((name for name in _TEXTS if name in names), None)
+            if "file_name" not in names or column is None:
+                raise ConfigError(f"{table}: has the columns {rows.fieldnames}; {EXPECTED}")
+            first, found = 2, ((row["file_name"], row[column]) for row in rows)
         seen = set[Path]()
-        for number, row in enumerate(fields, 1 if name == 0 else 2):
-            text = row.get(max(row) if column == -1 else column)
-            if not row.get(name) or text is None or (column == -1 and len(row) < 2):
-                raise ConfigError(visible(f"{table}:{number}: names no recording, or not what was said; {EXPECTED}"))
-            places = [table.parent / row[name], table.parent / "wavs" / f"{row[name]}.wav"]
+        for number, (name, text) in enumerate(found, first):
+            if not name or text is None:
+                raise ConfigError(f"{table}:{number}: names no recording, or not what was said; {EXPECTED}")
+            places = [table.parent / name, table.parent / "wavs" / f"{name}.wav"]
             path = next((place for place in places if place.is_file()), None)
             if path is None:
-                raise ConfigError(
-                    visible(f"{table}:{number}: there is no {places[name == 0]}; expected the recording there")
-                )
+                raise ConfigError(f"{table}:{number}: there is no {places[first == 1]}; expected the recording there")
             if path in seen:  # one half might be held out, and be trained on by the other
-                raise ConfigError(visible(f"{table}:{number}: names {path} again; expected each recording once"))
+                raise ConfigError(f"{table}:{number}: names {path} again; expected each recording once")
             seen.add(path)
             yield str(path), text
 
@@ -217,23 +210,18 @@ def _head_of(path: str) -> tuple[int, int]:
     """(samples per second, length in samples) of a file."""
     try:
         with wave.open(path, "rb") as file:
-            rate, length, width, channels = (
-                file.getframerate(), file.getnframes(), file.getsampwidth(), file.getnchannels()
-            )  # fmt: skip
+            head = file.getparams()
         size = os.path.getsize(path)
     except (OSError, EOFError, wave.Error) as problem:
         why = str(problem) or "it is cut"
-        raise ConfigError(visible(f"{path}: is no WAV file of PCM: {why}; convert it to 16-bit PCM")) from problem
-    if length * width * channels > size:
-        raise ConfigError(
-            visible(f"{path}: its header says {length:,} samples, its {size:,} bytes are too few; copy it again")
-        )
+        raise ConfigError(f"{path}: is no WAV file of PCM: {why}; convert it to 16-bit PCM") from problem
+    rate, length, width = head.framerate, head.nframes, head.sampwidth
+    if length * width * head.nchannels > size:
+        raise ConfigError(f"{path}: its header says {length:,} samples, its {size:,} bytes are too few; copy it again")
     if not (rate >= LEAST_RATE and length > 0 and width in _SCALES):
         raise ConfigError(
-            visible(
-                f"{path}: has {length} samples of {8 * width} bits at {rate} Hz; expected 8 to 32 bits, and at least "
-                f"{LEAST_RATE} Hz"
-            )
+            f"{path}: has {length} samples of {8 * width} bits at {rate} Hz; expected 8 to 32 bits, and at least "
+            f"{LEAST_RATE} Hz"
         )
     return rate, length
 
@@ -247,11 +235,9 @@ def read_wave(path: str, length: int) -> NDArray[np.float32]:
         with wave.open(path, "rb") as file:
             width, channels, data = file.getsampwidth(), file.getnchannels(), file.readframes(length)
     except (OSError, EOFError, wave.Error) as problem:
-        raise RunError(visible(f"{path}: cannot be read: {str(problem) or 'it is cut'}")) from problem
+        raise RunError(f"{path}: cannot be read: {str(problem) or 'it is cut'}") from problem
     if len(data) != length * width * channels:
-        raise RunError(
-            visible(f"{path}: ends after {len(data)} bytes of samples, expected {length * width * channels}")
-        )
+        raise RunError(f"{path}: ends after {len(data)} bytes of samples, expected {length * width * channels}")
     if width == 3:  # the upper three bytes of four
         whole = np.zeros((length * channels, 4), dtype=np.uint8)
         whole[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)

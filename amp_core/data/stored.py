@@ -25,11 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from amp_core.config.errors import BadSample, ConfigError
-from amp_core.config.files import open_file, visible
+from amp_core.config.files import open_file
 from amp_core.config.kinds import named_columns
 from amp_core.config.schema import DataConfig
 from amp_core.config.sources import IMAGE_ENDINGS
 from amp_core.data.base import Chosen, Data, Paths, every_fifth
+from amp_core.data.columns import rows_of_parquet
 from amp_core.data.images import ImageFiles, data_of
 from amp_core.data.prepare import preparation_of
 from amp_core.data.tokens import cached, stamps
@@ -71,7 +72,7 @@ class Places:
         finally:
             os.close(file)
         if len(content) != size:
-            raise BadSample(f"cannot read {visible(self[row])}: the file has become shorter; copy it again")
+            raise BadSample(f"cannot read {self[row]}: the file has become shorter; copy it again")
         return io.BytesIO(content), self[row]
 
 
@@ -138,7 +139,7 @@ def _numbered(labels: Sequence[Any], what: str) -> tuple[NDArray[np.int64], list
     if kinds != {str}:
         number, text = (next(label for label in labels if isinstance(label, kind)) for kind in (int, str))
         raise ConfigError(
-            f"{what}: has the labels {number} and {visible(str(text))!r}; expected whole numbers below "
+            f"{what}: has the labels {number} and {str(text)!r}; expected whole numbers below "
             f"{_MOST_CLASSES:,} in all samples, or text"
         )
     names = sorted(set(labels))
@@ -173,11 +174,11 @@ def members(path: Path) -> Iterator[tuple[str, int, int]]:
                 while (member := tar.next()) is not None:
                     vars(tar)["members"].clear()  # else all of them are kept
                     if member.issparse():
-                        raise ConfigError(f"{path}: {visible(member.name)} is stored with holes; expected plain files")
+                        raise ConfigError(f"{path}: {member.name} is stored with holes; expected plain files")
                     if not member.isfile():
                         continue  # folders and links hold nothing
                     if member.size < 0 or member.offset_data + member.size > size:
-                        raise ConfigError(f"{path}: is cut off in {visible(member.name)}; copy it again")
+                        raise ConfigError(f"{path}: is cut off in {member.name}; copy it again")
                     yield member.name, member.offset_data, member.size
                 end = tar.offset
         except (tarfile.TarError, ValueError, OverflowError) as problem:
@@ -210,12 +211,12 @@ def _index_tars(files: Sequence[Path], cfg: DataConfig, folder: Path) -> None:
                     continue
                 parts = found.setdefault(sample, {})
                 if kind in parts:
-                    raise ConfigError(f"{path}: has two parts of {visible(sample)} for its {kind}; pack it again")
+                    raise ConfigError(f"{path}: has two parts of {sample} for its {kind}; pack it again")
                 parts[kind] = (name, offset, size)
                 if kind == "label":
                     parts["text"] = os.pread(file.fileno(), min(size, 256), offset) if size <= 256 else b""
         for sample, parts in found.items():
-            where = visible(f"{path}, {sample}")
+            where = f"{path}, {sample}"
             if lacks := {"image", "label"} - parts.keys():
                 expected = f"{label_part} and one of {', '.join(images)}; name others by data.columns"
                 raise ConfigError(f"{where}: has no {lacks.pop()}; expected parts {expected}")
@@ -233,36 +234,17 @@ def _index_tars(files: Sequence[Path], cfg: DataConfig, folder: Path) -> None:
 
 def _index_parquet(files: Sequence[Path], cfg: DataConfig, folder: Path) -> None:
     """Images one after another in one file: rows of parquet lie in groups that are read as a whole."""
-    import pyarrow  # type: ignore[import-not-found]
-    import pyarrow.parquet as parquet  # type: ignore[import-not-found]
-
-    image, label = _columns(cfg)
-    index, offset, first = _Index(f"data.path={cfg.path}"), 0, None
+    index = _Index(f"data.path={cfg.path}")
     with (folder / "images.bin").open("xb") as output:
         for number, path in enumerate(files):
-            try:
-                with parquet.ParquetFile(path) as table:
-                    schema = table.schema_arrow
-                    if lost := [name for name in (image, label) if name not in schema.names]:
-                        has = ", ".join(schema.names[:8])
-                        raise ConfigError(f"{path}: has the columns {has}, not {lost[0]}; name it by data.columns")
-                    kinds = [schema.field(name).type for name in (image, label)]
-                    if first is not None and kinds != first:
-                        raise ConfigError(f"{path}: has other types than {files[0].name}: {kinds[0]} and {kinds[1]}")
-                    first, row = kinds, 0
-                    for batch in table.iter_batches(batch_size=64, columns=[image, label]):
-                        for each, of in zip(
-                            batch.column(image).to_pylist(), batch.column(label).to_pylist(), strict=True
-                        ):
-                            try:
-                                content = _bytes_of(each, f"{path}, row {row}")
-                            except BadSample as problem:
-                                raise ConfigError(str(problem)) from problem
-                            output.write(content)
-                            index.add((0, offset, len(content)), f"{path.name}, row {row}", of, f"{path}, row {row}")
-                            offset, row = offset + len(content), row + 1
-            except (pyarrow.ArrowException, OSError) as problem:
-                raise ConfigError(f"{path}: cannot be read as parquet: {problem}") from problem
+            for row, (image, label) in enumerate(rows_of_parquet(path, _columns(cfg), "name it by data.columns")):
+                try:
+                    content = _bytes_of(image, f"{path}, row {row}")
+                except BadSample as problem:
+                    raise ConfigError(str(problem)) from problem
+                place = 0, output.tell(), len(content)
+                output.write(content)
+                index.add(place, f"{path.name}, row {row}", label, f"{path}, row {row}")
             index.progress(number + 1, len(files))
     index.save(folder)
 
@@ -328,7 +310,7 @@ def _hf(cfg: DataConfig, seed: int, channels: int | None) -> Data:
         rows = parts[part]
         if lost := [name for name in (image, label) if name not in rows.column_names]:
             has = ", ".join(rows.column_names[:8])
-            raise ConfigError(f"data.path={cfg.path}: has the columns {has}, not {lost[0]}; name it by data.columns")
+            raise ConfigError(f"data.path={cfg.path}: has the columns {has}, not {lost[0]!r}; name it by data.columns")
         if isinstance(rows.features[image], datasets.Image):
             rows = rows.cast_column(image, datasets.Image(decode=False))
         names = getattr(rows.features[label], "names", None)

@@ -129,7 +129,7 @@ def _read(path: str, cfg: DataConfig, like: Schema | None, with_targets: bool = 
             return _new(names, str(file), cfg)
         wanted = like.columns(with_targets)
         if lost := [column.name for column in wanted if column.name not in names]:
-            raise ConfigError(visible(f"{file}: has no column {lost[0]}, which the run was trained with"))
+            raise ConfigError(f"{file}: has no column {lost[0]}, which the run was trained with")
         return wanted
 
     return read(files_of(pattern, ".parquet" if any(Path(pattern).glob("*.parquet")) else ".csv"), choose)
@@ -141,7 +141,7 @@ def _new(names: Sequence[str], where: str, cfg: DataConfig) -> list[Column]:
     asked = {"target": targets, "columns": cfg.columns or (), "leave_out": cfg.leave_out or ()}
     for key, columns in (asked | {"categorical": cfg.categorical or ()}).items():
         if lost := [name for name in columns if name not in names]:
-            raise ConfigError(visible(f"data.{key}: {where} has no column {lost[0]}. {suggest(lost[0], names)}"))
+            raise ConfigError(f"data.{key}: {where} has no column {lost[0]}. {suggest(lost[0], names)}")
     is_input = set(cfg.columns or names) - set(cfg.leave_out or ()) - (set() if cfg.window else set(targets))
     if not (inputs := [name for name in names if name in is_input]):
         raise ConfigError(f"data.columns: {where} has no inputs but its targets; expected a column")
@@ -175,7 +175,7 @@ def _schema_of(columns: Sequence[Column], train: NDArray[np.int64], cfg: DataCon
     for column in columns:
         cells = np.frombuffer(column.values)[train]
         there = cells[~np.isnan(cells)]
-        is_target, said = column.name in targets, visible(f"{where}: column {column.name}")
+        is_target, said = column.name in targets, f"{where}: column {column.name}"
         if not len(there):
             raise ConfigError(f"{said}: has no values in the training part; use data.leave_out=[{column.name}]")
         if is_target and there.min() == there.max():
@@ -238,7 +238,7 @@ def _cells(columns: Sequence[Column], schema: Schema, where: str) -> tuple[tuple
                 news = [text for text in of[name].texts if text not in codes]
                 unseen = int((cells == (0 if part == "texts" else -1)).sum())
                 if unseen and part == "targets":
-                    at = visible(f"{where}: column {name}: has {_few(news)}")
+                    at = f"{where}: column {name}: has {_few(news)}"
                     raise ConfigError(f"{at}, which the training part lacks; expected {_few(known)}")
                 if unseen:
                     few = _few(news or ["an empty cell"])

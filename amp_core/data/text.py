@@ -6,17 +6,16 @@ micro-batches and ranks differ in their number of valid tokens.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from amp_core.config.errors import ConfigError
@@ -25,7 +24,7 @@ from amp_core.config.sources import SOURCES, package_folder, text_files
 from amp_core.data.base import Data, Key, unpack
 from amp_core.data.chat import Chats, rendered
 from amp_core.data.packing import IGNORE, Batch, plan
-from amp_core.data.tokenizers import BYTES, read_tokenizer
+from amp_core.data.tokenizers import BYTES, Tokenizer, read_tokenizer
 from amp_core.data.tokens import MANIFEST, Documents, Mixture, Shard, check_ids, read_shards, tokenized
 
 EVAL_SHARE = 16
@@ -71,37 +70,28 @@ class TextPieces:
     """Parts of documents, in their order. Every token but the first of a document is a target exactly once.
 
     Args:
-        documents: the documents, or the paths of files, each of which is one, in bytes.
+        documents: the documents or chats, or the paths of files, each of which is one, in bytes.
         length: tokens of a sample.
         packing: which parts share a sample, as in `packing.plan`.
-        span: first and last (exclusive) sample to use; None: all.
-        num_samples: at most this many of these, evenly spread; None: all.
     """
 
-    def __init__(
-        self,
-        documents: Documents | Sequence[Path],
-        length: int,
-        *,
-        packing: str = "none",
-        span: tuple[int, int] | None = None,
-        num_samples: int | None = None,
-    ) -> None:
-        self.documents = documents if isinstance(documents, Documents) else _bytes_of(documents)
+    def __init__(self, documents: Documents | Chats | Sequence[Path], length: int, packing: str = "none") -> None:
+        self.documents: Any = documents if isinstance(documents, Documents | Chats) else _bytes_of(documents)
         self._plan = plan(self.documents.sizes, length, packing)
-        first, last = span or (0, len(self._plan))
-        count = last - first if num_samples is None else min(last - first, num_samples)
-        self._samples = first + np.arange(count) * (last - first) // max(count, 1)
+        self._samples = np.arange(len(self._plan))
+
+    def spread(self, first: int, last: int, num: int | None) -> TextPieces:
+        """The samples from `first` to `last` (exclusive), at most `num` of them, evenly spread; None: all."""
+        count = last - first if num is None else min(last - first, num)
+        part = copy.copy(self)
+        part._samples = first + np.arange(count) * (last - first) // max(count, 1)
+        return part
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        return self._plan.batch(self._samples[unpack(keys)[0]], self._pairs)
-
-    def _pairs(self, document: int, start: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        ids = self.documents.read(document, start, count + 1)
-        return ids[:-1], ids[1:]
+        return self._plan.batch(self._samples[unpack(keys)[0]], self.documents.pairs)
 
 
 def _bytes_of(paths: Sequence[Path]) -> Documents:
@@ -111,19 +101,21 @@ def _bytes_of(paths: Sequence[Path]) -> Documents:
 # --- builders ---------------------------------------------------------------------------------------------------------
 
 
-def _parts(
-    cfg: DataConfig, documents: Documents, eval_documents: Documents | None, few: int | None
-) -> list[TextPieces]:
+Source = Documents | Chats
+
+
+def _parts(cfg: DataConfig, documents: Source, others: Source | None, few: int | None) -> list[TextPieces]:
     """Training on `documents`; evaluation on others, or on the end of these. `few`: evaluation samples at most."""
     assert cfg.length, "check_data was not asked"
-    pieces, span = partial(TextPieces, length=cfg.length, packing=cfg.packing or "none"), None
-    if eval_documents is None:
-        num_pieces = len(pieces(documents))
-        span = (0, num_pieces - max(1, num_pieces // EVAL_SHARE))
-        held_out = pieces(documents, span=(span[1], num_pieces), num_samples=few)
+    whole = TextPieces(documents, cfg.length, cfg.packing or "none")
+    end = num = len(whole)
+    if others is None:
+        num = max(0, end - max(1, end // EVAL_SHARE))
+        held_out = whole.spread(num, end, few)
     else:
-        held_out = pieces(eval_documents, num_samples=few)
-    train = pieces(documents, span=span, num_samples=None if cfg.mix else cfg.num_samples)
+        held_out = TextPieces(others, cfg.length, cfg.packing or "none")
+        held_out = held_out.spread(0, len(held_out), few)
+    train = whole.spread(0, num, None if cfg.mix else cfg.num_samples)
     if not len(train) or not len(held_out):
         raise ConfigError(
             f"data={cfg.name}: too little text for one sample to train and one to evaluate; "
@@ -133,43 +125,28 @@ def _parts(
 
 
 def _data(
-    cfg: DataConfig, seed: int, sources: Sequence[Documents], held_out: Documents | None, vocab_size: int
+    cfg: DataConfig,
+    seed: int,
+    sources: Sequence[Source],
+    held_out: Source | None,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
 ) -> Data:
     """One source, or the mixture of several."""
     few = None if cfg.num_samples is None else max(1, cfg.num_samples // EVAL_SHARE)
     parts = [_parts(cfg, source, held_out, few and -(-few // len(sources))) for source in sources]
     facts = {"vocab_size": vocab_size, "length": cfg.length}
-    tokenizer = read_tokenizer(cfg.tokenizer) if cfg.tokenizer else None
     if cfg.mix is None:
         return Data(parts[0][0], parts[0][1], facts, tokenizer=tokenizer)
     evaluations = [part[1] for part in parts][: 1 if held_out is not None else None]
     mixture = Mixture([part[0] for part in parts], list(cfg.mix.values()), seed, cfg.num_samples)
-    return Data(mixture, Joined(evaluations), facts, tokenizer=tokenizer)
-
-
-class Joined:
-    """Data sets one after another."""
-
-    def __init__(self, parts: Sequence[TextPieces]) -> None:
-        self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, ...]:
-        found = []
-        for index, epoch in keys:
-            number = int(np.searchsorted(self._ends, index, side="right"))
-            begin = int(self._ends[number]) - len(self._parts[number])
-            found.append(self._parts[number].__getitems__([(index - begin, epoch)]))
-        return tuple(map(torch.cat, zip(*found, strict=True))) if found else self._parts[0].__getitems__([])
+    return Data(mixture, Mixture(evaluations, [*map(len, evaluations)], None), facts, tokenizer=tokenizer)
 
 
 def _sources(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     ending, *folders = SOURCES[cfg.name]
     train, held_out = (text_files(folder, ending) for folder in map(package_folder, folders) if folder is not None)
-    data = _data(cfg, seed, [_bytes_of(train)], _bytes_of(held_out), 256)
-    return replace(data, tokenizer=read_tokenizer(BYTES))
+    return _data(cfg, seed, [_bytes_of(train)], _bytes_of(held_out), read_tokenizer(BYTES), 256)
 
 
 def _roots(cfg: DataConfig) -> list[Path]:
@@ -189,11 +166,12 @@ def _text(cfg: DataConfig, seed: int, channels: int | None) -> Data:
         return Documents(tokenized(files, tokenizer, key), vocab_size=tokenizer.vocab_size)
 
     held_out = None if cfg.eval_path is None else documents(Path(cfg.eval_path).expanduser())
-    return _data(cfg, seed, [documents(root) for root in _roots(cfg)], held_out, tokenizer.vocab_size)
+    return _data(cfg, seed, [*map(documents, _roots(cfg))], held_out, tokenizer, tokenizer.vocab_size)
 
 
 def _tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    limit = read_tokenizer(cfg.tokenizer).vocab_size if cfg.tokenizer else None
+    tokenizer = read_tokenizer(cfg.tokenizer) if cfg.tokenizer else None
+    limit = tokenizer and tokenizer.vocab_size
     patterns = [*map(str, _roots(cfg)), *([cfg.eval_path] if cfg.eval_path else [])]
     shards = [read_shards(pattern) for pattern in patterns]
     found = max(check_ids(each, limit) for each in shards)
@@ -207,7 +185,7 @@ def _tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
         )
     rows = [Documents(each, vocab_size=vocab_size) for each in shards]
     held_out = rows.pop() if cfg.eval_path else None
-    data = _data(cfg, seed, rows, held_out, vocab_size)
+    data = _data(cfg, seed, rows, held_out, tokenizer, vocab_size)
     note = f"data=tokens: a vocabulary of {found:,} ids, the largest one in the shards; data.tokenizer gives its own"
     return data if limit else replace(data, notes=(note,))
 
@@ -217,50 +195,24 @@ def _chat(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     tokenizer = read_tokenizer(cfg.tokenizer)
     roots = [cfg.path, *([cfg.eval_path] if cfg.eval_path else [])]
     found = [rendered(text_files(Path(root).expanduser(), ".jsonl"), cfg, tokenizer) for root in roots]
-    (train, num_train, _), (held_out, num_eval, _) = found[0], found[-1]
-    begin = 0
-    if cfg.eval_path is None:
-        begin = num_train = num_train - max(1, num_train // EVAL_SHARE)
-    if not num_train:
+    chats, held_out = found[0][0], found[1][0] if cfg.eval_path else None
+    if held_out is None and len(chats.sizes) < 2:
         raise ConfigError(f"data.path={cfg.path}: has one chat to train on; expected another to evaluate")
-    few = None if cfg.num_samples is None else max(1, cfg.num_samples // EVAL_SHARE)
-    chats = [
-        Chats(folder, first + np.arange(kept := min(count, most or count)) * count // kept, cfg.length)
-        for folder, first, count, most in (
-            (train, 0, num_train, cfg.num_samples),
-            (held_out, begin, num_eval - begin, few),
-        )
-    ]
+    data = _data(cfg, seed, [chats], held_out, tokenizer, tokenizer.vocab_size)
+    return replace(data, notes=tuple(note for _, notes in found for note in notes))
+
+
+def absent(cfg: DataConfig) -> Data:
+    """The data of an export, or of a prediction of prompts."""
+    tokenizer, nobody_reads_it = read_tokenizer(cfg.tokenizer or BYTES), cast(Any, [None])
     facts = {"vocab_size": tokenizer.vocab_size, "length": cfg.length}
-    notes = tuple(note for _, _, each in found for note in each)
-    return Data(chats[0], chats[1], facts, notes=notes, tokenizer=tokenizer)
-
-
-class _Absent:
-    """The data of an export, or of a prediction of prompts: a sample that nobody reads."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        raise AssertionError("the data is not there")
-
-
-def _or_absent(build: Callable[[DataConfig, int, int | None], Data]) -> Callable[[DataConfig, int, int | None], Data]:
-    def built(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-        if cfg.num_samples != 0:
-            return build(cfg, seed, channels)
-        tokenizer = read_tokenizer(cfg.tokenizer or BYTES)
-        facts = {"vocab_size": tokenizer.vocab_size, "length": cfg.length}
-        return Data(_Absent(), _Absent(), facts, tokenizer=tokenizer)
-
-    return built
+    return Data(nobody_reads_it, nobody_reads_it, facts, tokenizer=tokenizer)
 
 
 BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
     "torch_sources": _sources,
     "torch_headers": _sources,
-    "text": _or_absent(_text),
-    "tokens": _or_absent(_tokens),
-    "chat": _or_absent(_chat),
+    "text": _text,
+    "tokens": _tokens,
+    "chat": _chat,
 }

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.files import open_file, read_json, remove, remove_leftovers, sync_folder, write_file
 from amp_core.data.base import Dataset, Key, Paths, mixed, unpack
+from amp_core.data.columns import rows_of_parquet
 from amp_core.data.tokenizers import Tokenizer
 
 Ints = NDArray[np.int64]
@@ -80,6 +81,11 @@ class Documents:
         if problem := _beyond(ids, self._vocab_size, first):
             raise RunError(f"{path}: {problem}; it changed since the run began")
         return ids
+
+    def pairs(self, document: int, start: int, count: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(inputs, targets): `count` ids from `start` on, and those that follow them. Raises as `read`."""
+        ids = self.read(document, start, count + 1)
+        return ids[:-1], ids[1:]
 
 
 def _beyond(ids: NDArray[Any], vocab_size: int, first: int) -> str | None:
@@ -234,7 +240,11 @@ def texts_of(file: Path, key: str, span: tuple[int, int] | None = None) -> Itera
         if kind not in (".jsonl", ".parquet"):
             yield from _plain(file)
             return
-        for where, text in json_lines(file, key, span) if kind == ".jsonl" else _rows(file, key):
+        rows: Iterator[tuple[object, Any]] = json_lines(file, key, span)
+        if kind == ".parquet":
+            found = enumerate(rows_of_parquet(file, [key], "set data.text_field"), 1)
+            rows = ((f"row {row}", text) for row, (text,) in found)
+        for where, text in rows:
             if not isinstance(text, str):
                 raise ConfigError(f"{file}, {where}: {key!r} is {type(text).__name__}; expected text")
             text.encode()  # only to raise UnicodeEncodeError: JSON may hold half of a surrogate pair
@@ -312,24 +322,6 @@ def json_lines(file: Path, key: str, span: tuple[int, int] | None = None) -> Ite
                 has = f"has the keys {', '.join(list(record)[:8])}" if isinstance(record, dict) else "is not an object"
                 raise ConfigError(f"{file}, {at}: {has}, not {key!r}; set data.text_field")
             yield at, record[key]
-
-
-def _rows(file: Path, key: str) -> Iterator[tuple[object, Any]]:
-    import pyarrow  # type: ignore[import-not-found]
-    import pyarrow.parquet as parquet  # type: ignore[import-not-found]
-
-    try:
-        with parquet.ParquetFile(file) as table:
-            if key not in table.schema_arrow.names:
-                names = ", ".join(table.schema_arrow.names[:8])
-                raise ConfigError(f"{file}: has the columns {names}, not {key!r}; set data.text_field")
-            row = 0
-            for batch in table.iter_batches(batch_size=256, columns=[key]):
-                for text in batch.column(0).to_pylist():
-                    row += 1
-                    yield f"row {row}", text
-    except (pyarrow.ArrowException, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{file} cannot be read as parquet: {problem}") from problem
 
 
 def tokens_of(
@@ -442,12 +434,12 @@ class Mixture:
     Args:
         sources: the data sets.
         weights: of each, above 0; they need not sum to 1.
-        seed: of the permutations.
+        seed: of the permutations; None: samples are in their order.
         num_samples: samples of an epoch; None: as many as the sources have.
     """
 
     def __init__(
-        self, sources: Sequence[Dataset], weights: Sequence[float], seed: int, num_samples: int | None = None
+        self, sources: Sequence[Dataset], weights: Sequence[float], seed: int | None, num_samples: int | None = None
     ) -> None:
         self._sources, self._seed = sources, seed
         self._lengths = np.array([len(source) for source in sources])
@@ -468,9 +460,10 @@ class Mixture:
         rows, batches = [], []
         for number in np.unique(which) if len(keys) else [0]:
             here = np.flatnonzero(which == number)
-            length = int(self._lengths[number])
-            # 7919: another permutation for each source
-            drawn = permuted(self._seed + 7919 * int(number), passes[here], places[here], length)
+            drawn = places[here]
+            if self._seed is not None:  # 7919: another permutation for each source
+                seed, length = self._seed + 7919 * int(number), int(self._lengths[number])
+                drawn = permuted(seed, passes[here], drawn, length)
             rows.append(here)
             batches.append(
                 self._sources[number].__getitems__(list(zip(drawn.tolist(), passes[here].tolist(), strict=True)))

@@ -111,7 +111,7 @@ GOOD = b'{"text": "a"}\n' * 40
         ("b.jsonl", GOOD + b'{"text": 1}\n', "t/b.jsonl, line 41: 'text' is int; expected text"),
         ("b.jsonl", GOOD + b"{\n", "t/b.jsonl, line 41: is not JSON"),
         ("b.jsonl", GOOD + b'{"text": "\\ud800"}\n', "t/b.jsonl, line 41: 'text' holds half of a surrogate pair"),
-        ("b.parquet", b"PAR1", "t/b.parquet cannot be read as parquet"),
+        ("b.parquet", b"PAR1", "t/b.parquet: cannot be read as parquet"),
         ("b.bin", b"\0\1", "b.bin is a .bin file, no text"),
         ("b.gz", b"\0\1", "b.gz is a .gz file"),
         ("b.exe", b"MZ\0\0", "b.exe is no text: it has zero bytes"),

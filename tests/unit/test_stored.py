@@ -17,6 +17,7 @@ from PIL import Image
 import train
 from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.options import read_option
+from amp_core.config.redact import shown
 from amp_core.config.schema import DataConfig
 from amp_core.data import build_data
 from amp_core.data.loading import Batches, Sampler
@@ -195,7 +196,7 @@ def test_hostile_names_are_only_names_and_a_shorter_shard_is_noticed(tmp_path: P
     (tmp_path / "a.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:600])
     with pytest.raises(RunError, match="has become shorter") as error:
         data.train.__getitems__([(0, 0)])
-    assert "\x1b" not in str(error.value)
+    assert "\x1b" not in shown(str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +216,7 @@ def test_files_that_are_not_there_are_named(pattern: str, said: str, tmp_path: P
 @pytest.mark.parametrize(
     "columns, said",
     [
-        ({"label": "y"}, "image, label, not y; name it by data.columns"),
+        ({"label": "y"}, "image, label, not 'y'; name it by data.columns"),
         ({"image": "label"}, "no bytes of an image, but int"),
     ],
 )
