@@ -30,6 +30,7 @@ import torch
 
 from amp_core.config.errors import ConfigError
 from amp_core.doctor.diagnosis import keep_fp32_override
+from amp_core.doctor.fixes import FixSearch
 from amp_core.doctor.locate import Doctor, doctor_of
 from amp_core.doctor.statistics import KINDS, LOST
 from amp_core.lowp.islands import islands_of
@@ -457,7 +458,8 @@ def check_windows(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
         # Once more, with what later windows needed from the start, as the forecast has it.
         restore(loop, start)
         for _ in told.windows:
-            scales.append((yield from _largest_finite(loop, loop.step + 1)))
+            fixes = FixSearch(doctor, partial(replay, loop, loop.step + 1), None)
+            scales.append((yield from fixes.largest_scale(2 * MOST_SCALE)) or 0.0)
             with loop.amp.scaler.held_at(told.init_scale):
                 yield from _train(loop, doctor, tally)
     measured = [
@@ -468,16 +470,3 @@ def check_windows(loop: Loop, told: Forecast, found: list[Check]) -> Windows:
     forecast = [(row.module, row.kind) for row in told.underflowing(told.init_scale)]
     underflow = Score(*([f"{module or '.'} ({kind})" for module, kind in keys] for keys in (forecast, measured)))
     found.append(Check(Score(told.islands, needed), told.largest_scale, min(scales), underflow))
-
-
-def _largest_finite(loop: Loop, step: int) -> Generator[Any, None, float]:
-    low, high = -1, round(math.log2(MOST_SCALE)) + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        with loop.amp.scaler.held_at(2.0**middle), replay(loop, step) as (rehearsal, window):
-            yield window
-        if rehearsal.is_finite:
-            low = middle
-        else:
-            high = middle
-    return 2.0**low if low >= 0 else 0.0

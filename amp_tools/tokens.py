@@ -8,6 +8,7 @@ changes no byte.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -211,21 +212,14 @@ def _set_up(tokenizer: str, key: str, folder: Path, parent: int) -> None:
 def _tokenize_part(job: tuple[int, Unit]) -> tuple[int, list[str]]:
     number, (file, begin, end) = job
     tokenizer, target = _own["tokenizer"], _place(_own["folder"], number)
-    temporary = target.with_name(f".tmp-{os.getpid()}-{number:06d}")
     try:
         ids, ends = tokens_of([file], tokenizer, _own["key"], span=(begin, end))
-        with temporary.open("wb") as output:
-            np.savez(output, ids=ids, ends=ends)
-            output.flush()
-            os.fsync(output.fileno())
-        os.rename(temporary, target)
+        np.savez(content := io.BytesIO(), ids=ids, ends=ends)
+        write_whole(target, content.getbuffer())
     except ConfigError as problem:
         return 0, problem.problems
     except OSError as problem:
         return 0, [f"{target}: cannot be written: {problem.strerror or problem}"]
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
     return end - begin, []
 
 
@@ -273,21 +267,11 @@ def _join(job: Job, units: Sequence[Unit], tokenizer: Tokenizer) -> dict[str, di
 
 
 def _write_shard(job: Job, name: str, dtype: np.dtype[Any], parts: Sequence[Any], ends: list[int]) -> None:
-    target = job.folder / name
-    temporary = target.with_name(f".tmp-{os.getpid()}-{os.urandom(8).hex()}")
-    count = sum(map(len, parts))
-    with temporary.open("wb") as output:
-        if job.form == "llmc":
-            magic, version = next((magic, version) for magic, (version, kind) in LLMC.items() if kind == dtype.str)
-            output.write(struct.pack("<256i", magic, version, count, *[0] * 253))
-        elif job.form == "npy":
-            np.lib.format.write_array_header_1_0(
-                output, {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
-            )
-        for each in parts:
-            output.write(each.tobytes())
-        output.flush()
-        os.fsync(output.fileno())
-    os.rename(temporary, target)
-    with target.with_suffix(".ends.npy").open("wb") as output:
-        np.save(output, np.array(ends, dtype=np.int64))
+    target, count, head = job.folder / name, sum(map(len, parts)), io.BytesIO()
+    if job.form == "llmc":
+        magic, version = next((magic, version) for magic, (version, kind) in LLMC.items() if kind == dtype.str)
+        head.write(struct.pack("<256i", magic, version, count, *[0] * 253))
+    elif job.form == "npy":
+        np.lib.format.write_array_header_1_0(head, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
+    write_whole(target, head.getbuffer(), *(each.view(np.uint8).data for each in parts))
+    np.save(target.with_suffix(".ends.npy"), np.array(ends, dtype=np.int64))

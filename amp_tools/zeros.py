@@ -23,7 +23,7 @@ from amp_core.doctor.operations import Call, in_float64
 from amp_core.doctor.places import Location
 from amp_core.doctor.plain_loop import PlainLoop
 from amp_core.doctor.trace import Trace
-from amp_core.doctor.values import HALF, named_tensors
+from amp_core.doctor.values import HALF
 from amp_core.run.loop import Loop
 from amp_core.run.replay import replay, rerun_step
 
@@ -104,7 +104,6 @@ def zeros_of_step(loop: Loop, step: int, least: float, found: list[Zero]) -> Gen
 
 def _search(doctor: Doctor, around: Replay, least: float, found: list[Zero]) -> Generator[Any, None, None]:
     with around() as (_, window):
-        batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
-        with _Shadowed(doctor.names, named_tensors(doctor.nets, batch)) as trace:
+        with _Shadowed(doctor.names, doctor.tensors(window)) as trace:
             yield window
     found += [zero for zero in trace.zeros if zero.has_overflowed or zero.share >= least]

@@ -211,13 +211,8 @@ def _check_text(cfg: DataConfig) -> Iterator[str]:
 
 def _check_tokens(cfg: DataConfig) -> Iterator[str]:
     """Of what has ids: the tokenizer, packing, mixtures."""
-    if cfg.tokenizer not in (None, "bytes"):
-        file = Path(cfg.tokenizer).expanduser()
-        file = file / "tokenizer.json" if file.is_dir() else file
-        if not file.is_file():
-            yield f"data.tokenizer={cfg.tokenizer}: has no tokenizer.json; expected bytes, its folder, or the file"
-        elif sources.package_folder("tokenizers") is None:
-            yield f"data.tokenizer={cfg.tokenizer}: needs the package tokenizers: pip install 'amp-recipes[text]'"
+    if cfg.tokenizer is not None and (problem := why_no_tokenizer(cfg.tokenizer)):
+        yield problem
     if cfg.mix is not None:
         bad = [
             name for name, share in cfg.mix.items() if not isinstance(share, int | float) or not 0 < share < math.inf
@@ -228,6 +223,24 @@ def _check_tokens(cfg: DataConfig) -> Iterator[str]:
         lost = [name for name in cfg.mix if cfg.name == "text" and not sources.text_files(root / name)]
         if lost and cfg.path is not None:
             yield f"data.mix: {cfg.path} has no {lost[0]} with files; expected files or folders below data.path"
+
+
+def tokenizer_file(name: str) -> Path:
+    path = Path(name).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def why_no_tokenizer(name: str) -> str | None:
+    """What is wrong with `data.tokenizer`, before anything is read."""
+    if name == "bytes":
+        return None
+    file = tokenizer_file(name)
+    if file.suffix != ".json" or not file.is_file():
+        has = "has no tokenizer.json" if Path(name).expanduser().is_dir() else "there is no such file"
+        how = "; AutoTokenizer.from_pretrained(...).save_pretrained(<folder>) writes one" if "no tok" in has else ""
+        return f"data.tokenizer={name}: {has}; expected bytes, a folder with tokenizer.json, or such a file{how}"
+    needs = f"data.tokenizer={name}: needs the package tokenizers: pip install 'amp-recipes[text]'"
+    return needs if sources.package_folder("tokenizers") is None else None
 
 
 def _check_shards(cfg: DataConfig) -> Iterator[str]:

@@ -6,14 +6,14 @@ trained: a batch of such chats has a loss of 0 / 0, or of 0 that counts as a ste
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,10 @@ from amp_core.config.files import visible, write_file
 from amp_core.config.schema import DataConfig
 from amp_core.data.packing import IGNORE
 from amp_core.data.tokenizers import Tokenizer
-from amp_core.data.tokens import cached, json_lines, stamps
+from amp_core.data.tokens import at_once, cached, json_lines, stamps
 
 _SECONDS = 10.0
 """For one chat; a common one takes 0.1 ms."""
-_AT_ONCE = 1 << 22
-"""Letters that are tokenized together, enough for all cores."""
 
 Messages = list[dict[str, Any]]
 
@@ -39,7 +37,7 @@ class Chats:
     def __init__(self, folder: Path) -> None:
         self._ids = np.memmap(folder / "ids.bin", "<u4", "r")
         self._is_trained = np.memmap(folder / "trained.bin", "?", "r")
-        ends = np.load(folder / "ends.npy")
+        ends = np.load(folder / "ends.npy", allow_pickle=False)
         self._begins = np.concatenate([[0], ends[:-1]])
         self.sizes = ends - self._begins
 
@@ -67,18 +65,19 @@ def _write(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer, folder:
     time = max(file.stat().st_mtime for file in files)
     ends, num_cut, without, total, count = [], 0, [], 0, 0
     with (
-        _Template(tokenizer, cfg.train_on, time) as template,
+        _template(tokenizer, cfg.train_on, time) as render,
         (folder / "ids.bin").open("xb") as to_ids,
         (folder / "trained.bin").open("xb") as to_trained,
     ):
         chats = ((f"{file}, {at}", each) for file in files for at, each in json_lines(file, cfg.text_field))
-        for part in _together(template, chats):
+        rendered = ((where, each, *render(where, _checked(where, each))) for where, each in chats)
+        for part in at_once(rendered, lambda each: len(each[2])):
             encoded = tokenizer.encode_spans([text for *_, text, _ in part])
             for (where, messages, _, spans), (ids, places) in zip(part, encoded, strict=True):
                 total += 1
                 found: tuple[list[int], list[bool]] | None = ids, _trained(places, spans)
                 if len(ids) > cfg.length + 1:
-                    found = _cut(where, messages, template, tokenizer, cfg.length)
+                    found = _cut(where, messages, render, tokenizer, cfg.length)
                     num_cut += found is not None and any(found[1][1:])
                 if found is None or not any(found[1][1:]):
                     without.append(where)
@@ -104,19 +103,6 @@ def _write(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer, folder:
         notes.append("the template asks for the date, and gets that of the newest file: a resumed run has the same one")
     np.save(folder / "ends.npy", np.array(ends, dtype=np.int64))
     write_file(folder / "notes.json", json.dumps(notes).encode())
-
-
-def _together(template: _Template, chats: Iterable[tuple[str, Any]]) -> Iterator[list[Any]]:
-    """(where, messages, text, trained ranges) of enough chats at a time."""
-    part, size = [], 0
-    for where, messages in chats:
-        text, spans = template.render(where, _checked(where, messages))
-        part.append((where, messages, text, spans))
-        size += len(text)
-        if size >= _AT_ONCE:
-            yield part
-            part, size = [], 0
-    yield part
 
 
 def _checked(where: str, messages: Any) -> Messages:
@@ -154,14 +140,14 @@ def _trained(places: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 
 def _cut(
-    where: str, messages: Messages, template: _Template, tokenizer: Tokenizer, length: int
+    where: str, messages: Messages, render: Render, tokenizer: Tokenizer, length: int
 ) -> tuple[list[int], list[bool]] | None:
     """The longest beginning of a chat that ends with an answer and fits; None: there is none."""
     borders = [turn for turn, message in enumerate(messages[:-1], 1) if message["role"] == "assistant"]
     best, low, high = None, 0, len(borders)
     while low < high:
         middle = (low + high) // 2
-        text, spans = template.render(where, messages[: borders[middle]])
+        text, spans = render(where, messages[: borders[middle]])
         ids, places = tokenizer.encode_spans([text])[0]
         if len(ids) <= length + 1:
             best, low = (ids, _trained(places, spans)), middle + 1
@@ -179,71 +165,60 @@ def rendered_prompts(
         try:
             if tokenizer.template is None:
                 raise ConfigError(f"line {todo[0]}: data.tokenizer={tokenizer.name} has no chat template")
-            with _Template(tokenizer, "all", time) as template:  # one that was too slow is dead
+            with _template(tokenizer, "all", time) as render:  # one that was too slow is dead
                 while todo:
                     where = f"line {todo[0]}"
-                    text, _ = template.render(where, _checked(where, chats[todo[0]]), prompt=True)
+                    text, _ = render(where, _checked(where, chats[todo[0]]), prompt=True)
                     yield todo.pop(0), text, None
         except ConfigError as problem:
             yield todo.pop(0), "", str(problem)
 
 
-class _Template:
+Render = Callable[..., tuple[str, list[tuple[int, int]]]]
+"""(where, messages) to the text of a chat, and which letters of it are trained. ConfigError: the template refuses it.
+
+With `prompt`: with what begins the assistant's next turn, none of it trained.
+"""
+
+
+@contextlib.contextmanager
+def _template(tokenizer: Tokenizer, train_on: str, time: float) -> Iterator[Render]:
     """The process that renders (`amp_core.data.templates`)."""
+    # No key or password of the environment; packages are found where this process finds them.
+    env = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("templates.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
 
-    def __init__(self, tokenizer: Tokenizer, train_on: str, time: float) -> None:
-        self._name = tokenizer.name
-        self._setup = {
-            "template": tokenizer.template, "tokens": tokenizer.tokens, "time": time, "train_on": train_on,
-            "seconds": _SECONDS,
-        }  # fmt: skip
-
-    def __enter__(self) -> _Template:
-        # No key or password of the environment; packages are found where this process finds them.
-        env = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("templates.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        try:
-            self._ask(f"data.tokenizer={self._name}", self._setup)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def render(self, where: str, messages: Messages, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, and which letters of it are trained. ConfigError: the template refuses it.
-
-        `prompt`: with what begins the assistant's next turn, none of it trained.
-        """
-        answer = self._ask(where, {"messages": messages, "prompt": prompt})
-        return answer["text"], answer["spans"]
-
-    def _ask(self, where: str, job: dict[str, Any]) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+    def ask(where: str, **job: Any) -> dict[str, Any]:
         line = b""
-        try:
+        with contextlib.suppress(BrokenPipeError):  # how it ended says more
             stdin.write(json.dumps(job).encode() + b"\n")
             stdin.flush()
             line = stdout.readline()
-        except BrokenPipeError:
-            pass  # how it ended says more
+        whose = f"{where}: the chat template of {tokenizer.name}"
         if line.endswith(b"\n"):
             answer = json.loads(line)
             if "problem" not in answer:
                 return answer
-            problem = " ".join(answer["problem"].split())
-            raise ConfigError(f"{where}: the chat template of {self._name} refuses it: {problem}")
-        code = self._process.wait()
+            raise ConfigError(f"{whose} refuses it: {' '.join(answer['problem'].split())}")
+        code = process.wait()
         how = f"takes more than {_SECONDS:g} s" if code == -signal.SIGALRM else f"ended with {code}"
-        raise ConfigError(f"{where}: the chat template of {self._name} {how}; correct the template or the chat")
+        raise ConfigError(f"{whose} {how}; correct the template or the chat")
+
+    def render(where: str, messages: Messages, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        answer = ask(where, messages=messages, prompt=prompt)
+        return answer["text"], answer["spans"]
+
+    try:
+        setup = {"template": tokenizer.template, "tokens": tokenizer.tokens, "time": time, "train_on": train_on}
+        ask(f"data.tokenizer={tokenizer.name}", seconds=_SECONDS, **setup)
+        yield render
+    finally:
+        process.kill()
+        process.communicate()

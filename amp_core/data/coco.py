@@ -92,10 +92,6 @@ class Annotations:
             raise ValueError("has no polygon")
         return bytes(self._mask.merge(self._mask.frPyObjects(segmentation, height, width))["counts"])
 
-    def _decoded(self, runs: bytes, height: int, width: int) -> NDArray[np.uint8]:
-        with warnings.catch_warnings(action="ignore"):  # of numpy 2 about an array of pycocotools
-            return self._mask.decode({"size": [height, width], "counts": runs})
-
     def masks(self, row: str) -> NDArray[np.uint8]:
         """[categories, H, W] of 0, 1 and VOID of an image."""
         number = int(row)
@@ -105,7 +101,8 @@ class Annotations:
         for at in sorted(own, key=lambda at: not self._categories[at, 1]):  # a crowd is void where no object is
             category, is_crowd = self._categories[at].tolist()
             runs = self._bytes[self._places[at] : self._places[at + 1]].tobytes()
-            drawn = self._decoded(runs, height, width) > 0
+            with warnings.catch_warnings(action="ignore"):  # of numpy 2 about an array of pycocotools
+                drawn = self._mask.decode({"size": [height, width], "counts": runs}) > 0
             found[category][drawn] = VOID if is_crowd else 1
         return found
 

@@ -318,10 +318,11 @@ class Batches:
             raise self._died(str(error).strip()) from error
         except (ConnectionError, EOFError, FileNotFoundError) as error:
             try:
-                dead = self._dead_workers()
+                for worker in self._workers:  # the connection to a killed one ends before it does
+                    worker.join(0.2)
             except RuntimeError as told:  # torch's handler of SIGCHLD, while we wait
                 raise self._died(str(told).strip()) from error
-            if not dead:
+            if not (dead := [worker.pid for worker in self._workers if not worker.is_alive()]):
                 raise
             raise self._died(f"DataLoader worker (pid {dead[0]}) died while it handed over a batch.") from error
 
@@ -357,12 +358,6 @@ class Batches:
     def _died(self, what: str) -> RunError:
         self.close()
         return RunError(f"{what} {DIED}")
-
-    def _dead_workers(self) -> list[int]:
-        """Process ids. Waits a moment, since the connection to a killed worker ends before the worker does."""
-        for worker in self._workers:
-            worker.join(0.2)
-        return [worker.pid for worker in self._workers if not worker.is_alive()]
 
     def _kill(self) -> None:
         _kill_workers(self._iterator)
@@ -439,13 +434,18 @@ def to_device(
         finish: applied to each batch on the device before it is used.
         channels_last: store 4-d tensors in NHWC order.
     """
+    from amp_core.lowp.islands import changed  # data sets need none of it
+
     device = torch.device(device)
 
     def ready(batch: Any) -> Any:
         batch = batch if finish is None else finish(batch)
-        return _map_tensors(batch, _to_channels_last) if channels_last else batch
+        to_nhwc = functools.partial(Tensor.contiguous, memory_format=torch.channels_last)
+        return changed(batch, lambda tensor: tensor.ndim == 4, to_nhwc) if channels_last else batch
 
-    move = functools.partial(_map_tensors, function=lambda tensor: tensor.to(device, non_blocking=True))
+    def move(batch: Any) -> Any:
+        return changed(batch, lambda _: True, lambda tensor: tensor.to(device, non_blocking=True))
+
     if device.type != "cuda" or not ahead:
         yield from map(ready, map(move, batches))
         return
@@ -460,7 +460,7 @@ def to_device(
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
         # The memory belongs to the side stream: it must not be reused there before this stream has read it.
-        _map_tensors(batch, lambda tensor: tensor.record_stream(current))
+        changed(batch, lambda _: True, lambda tensor: tensor.record_stream(current))  # type: ignore[arg-type,return-value]
         return batch if finish is None else ready(batch)
 
     pending: deque[Any] = deque()
@@ -470,18 +470,3 @@ def to_device(
             yield hand_over(*pending.popleft())
     while pending:
         yield hand_over(*pending.popleft())
-
-
-def _to_channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        items = [_map_tensors(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value

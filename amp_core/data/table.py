@@ -219,33 +219,33 @@ def _in_order(text: str) -> tuple[bool, float, str]:
 
 def _cells(columns: Sequence[Column], schema: Schema, where: str) -> tuple[tuple[Numbers, Any, Numbers], list[str]]:
     """(numbers [n, N], codes [n, K], targets [n, T]) of columns, and notes. ConfigError: a target does not fit."""
-    of, notes = {column.name: column for column in columns}, []
-    rows = len(columns[0].values)
-    parts: dict[str, list[Any]] = {"numbers": [], "texts": [], "targets": []}
-    for part, found in parts.items():
-        for name in getattr(schema, part):
-            if name not in of:  # a target, which is to be predicted
-                found.append(np.zeros(rows))
-                continue
-            cells = np.frombuffer(of[name].values)
-            known = schema.classes.get(name) if part == "targets" else schema.texts.get(name)
-            if known is not None:
-                codes = {text: code for code, text in enumerate(known, part == "texts")}
-                table = np.array([*(codes.get(text, 0 if part == "texts" else -1) for text in of[name].texts), -1])
-                if part == "texts":
-                    table[-1] = codes.get("", 0)
-                cells = table[np.where(np.isnan(cells), -1, cells).astype(np.int64)]
-                news = [text for text in of[name].texts if text not in codes]
-                unseen = int((cells == (0 if part == "texts" else -1)).sum())
-                if unseen and part == "targets":
-                    at = f"{where}: column {name}: has {_few(news)}"
-                    raise ConfigError(f"{at}, which the training part lacks; expected {_few(known)}")
-                if unseen:
-                    few = _few(news or ["an empty cell"])
-                    notes.append(visible(f"{where}: column {name}: {unseen:,} cells hold none of training: {few}"))
-            found.append(cells)
-    numbers, texts, targets = (np.stack(each, axis=1) if each else np.zeros((rows, 0)) for each in parts.values())
-    return (numbers, texts.astype(np.int64), targets), notes
+    of, notes, rows = {column.name: column for column in columns}, list[str](), len(columns[0].values)
+
+    def coded(name: str, known: Sequence[str], first: int) -> NDArray[Any]:
+        """Codes from `first` on; the one before it is what training lacks."""
+        codes = {text: code for code, text in enumerate(known, first)}
+        table = np.array([codes.get(text, first - 1) for text in (*of[name].texts, "")])  # the last one is missing
+        cells = np.frombuffer(of[name].values)
+        cells = table[np.where(np.isnan(cells), -1, cells).astype(np.int64)]
+        unseen, news = int((cells == first - 1).sum()), [text for text in of[name].texts if text not in codes]
+        at = f"{where}: column {name}"
+        if unseen and not first:
+            raise ConfigError(f"{at}: has {_few(news)}, which the training part lacks; expected {_few(known)}")
+        if unseen:
+            few = _few(news or ["an empty cell"])
+            notes.append(visible(f"{at}: {unseen:,} cells hold none of training: {few}"))
+        return cells
+
+    def target(name: str) -> NDArray[Any]:
+        if name not in of:  # it is to be predicted
+            return np.zeros(rows)
+        return coded(name, schema.classes[name], 0) if name in schema.classes else np.frombuffer(of[name].values)
+
+    numbers = [np.frombuffer(of[name].values) for name in schema.numbers]
+    texts = [coded(name, known, 1) for name, known in schema.texts.items()]
+    parts = numbers, texts, [target(name) for name in schema.targets]
+    stacked = [np.stack(part, axis=1) if part else np.zeros((rows, 0)) for part in parts]
+    return (stacked[0], stacked[1].astype(np.int64), stacked[2]), notes
 
 
 def _few(texts: Sequence[str]) -> str:
@@ -282,44 +282,38 @@ def _table(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     window, horizon, told = cfg.window or 0, cfg.horizon or 0, cfg.options or {}
     schema = Schema(**told["schema"]) if "schema" in told else None
 
-    def table(columns: list[Column], schema: Schema, path: str, which: Any) -> tuple[Table, list[str]]:
-        cells, notes = _cells(columns, schema, path)
-        return Table(schema, cells, which, window, horizon), notes
-
-    held, notes = None, []
+    parts, notes = list[Table](), list[str]()
     if schema is None:
         columns = _read(cfg.path, cfg, None)
-        rows, held_rows = _parts(columns, cfg, seed, cfg.eval_path is None)
-        used = np.arange(rows[-1] + window + horizon) if window else rows
+        which = _parts(columns, cfg, seed, cfg.eval_path is None)
+        used = np.arange(which[0][-1] + window + horizon) if window else which[0]
         schema = _schema_of(columns, used, cfg)
-        train, notes = table(columns, schema, cfg.path, rows)
-        held = Table(schema, (train._numbers, train._codes, train._targets), held_rows, window, horizon)
-    if held is None or cfg.eval_path is not None:
-        path = cfg.eval_path or cfg.path
-        if told.get("alone"):  # as many rows as a sample has, with nothing in them
+        cells, notes = _cells(columns, schema, cfg.path)
+        parts = [Table(schema, cells, rows, window, horizon) for rows in which]
+    if not parts or cfg.eval_path is not None:
+        path, alone = cfg.eval_path or cfg.path, told.get("alone")
+        if alone:  # as many rows as a sample has, with nothing in them
             columns = schema.columns(with_targets=False)
             for column in columns:
                 column.values.extend([math.nan] * (window + horizon or 1))
         else:
             columns = _read(path, cfg, schema, told.get("with_targets", True))
         num = len(columns[0].values)
-        if cfg.eval_path is None and not told.get("alone"):
-            which = _parts(columns, cfg, seed, True)[1]
-        else:
-            which = np.arange(max(0, num - window - horizon + 1) if window else num)
-        if not len(which):
+        rows = np.arange(max(0, num - window - horizon + 1) if window else num)
+        if cfg.eval_path is None and not alone:
+            rows = _parts(columns, cfg, seed, True)[1]
+        if not len(rows):
             raise ConfigError(f"data.eval_path={path}: its {num} rows hold no sample")
-        held, more = table(columns, schema, path, which)
-        notes += () if told.get("alone") else more
-    if "schema" in told:
-        train = held  # nothing is trained
+        cells, more = _cells(columns, schema, path)
+        notes += [] if alone else more
+        parts = [*parts[:1], Table(schema, cells, rows, window, horizon)]
     facts = {
         "num_numbers": (len(schema.numbers) + sum(each[2] for each in schema.numbers.values())) * max(window, 1),
         "cardinalities": [len(texts) + 1 for texts in schema.texts.values()],
         "num_outputs": len(schema.targets) * max(horizon, 1),
     }
     classes = next(iter(schema.classes.values())) if len(schema.classes) == 1 else ()
-    return Data(train, held, facts, notes=tuple(notes), state=schema, classes=classes)
+    return Data(parts[0], parts[-1], facts, notes=tuple(notes), state=schema, classes=classes)
 
 
 def with_schema(cfg: Config, schema: dict[str, Any]) -> DataConfig:

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from amp_core.config.checks import tokenizer_file, why_no_tokenizer
 from amp_core.config.errors import ConfigError
 from amp_core.config.files import read_bytes, read_json, read_text
-from amp_core.config.sources import package_folder
 
 BYTES = "bytes"
-NEEDS_PACKAGE = "needs the package tokenizers: pip install 'amp-recipes[text]'"
 _MOST = 1 << 28
 """Bytes of a tokenizer.json; those of 250,000 tokens have 34 MB."""
 _TEMPLATE = "chat_template.jinja"
@@ -91,19 +90,14 @@ class Tokenizer:
 
 def read_tokenizer(name: str) -> Tokenizer:
     """ "bytes", a folder with tokenizer.json, or such a file. ConfigError: there is none, or it cannot be read."""
-    if name == BYTES:
-        return Tokenizer(name)
     if problem := why_no_tokenizer(name):
         raise ConfigError(problem)
+    if name == BYTES:
+        return Tokenizer(name)
     try:
         return Tokenizer(name, tokenizer_file(name))
     except Exception as problem:  # the package raises plain Exceptions
         raise ConfigError(f"data.tokenizer={name}: cannot be read: {problem}") from problem
-
-
-def tokenizer_file(name: str) -> Path:
-    path = Path(name).expanduser()
-    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def vocabulary_of(file: Path) -> dict[int, str]:
@@ -115,18 +109,6 @@ def vocabulary_of(file: Path) -> dict[int, str]:
     else:
         found = {number: token for token, number in vocab.items()}
     return found | {each["id"]: each["content"] for each in content.get("added_tokens", ())}
-
-
-def why_no_tokenizer(name: str) -> str | None:
-    """What is wrong with a name, before anything is read."""
-    if name == BYTES:
-        return None
-    file = tokenizer_file(name)
-    if file.suffix != ".json" or not file.is_file():
-        has = "has no tokenizer.json" if Path(name).expanduser().is_dir() else "there is no such file"
-        how = "; AutoTokenizer.from_pretrained(...).save_pretrained(<folder>) writes one" if "no tok" in has else ""
-        return f"data.tokenizer={name}: {has}; expected bytes, a folder with tokenizer.json, or such a file{how}"
-    return f"data.tokenizer={name}: {NEEDS_PACKAGE}" if package_folder("tokenizers") is None else None
 
 
 def _settings(folder: Path) -> dict[str, Any]:

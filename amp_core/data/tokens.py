@@ -14,7 +14,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -339,7 +339,8 @@ def tokens_of(
 def _encoded(
     files: Sequence[Path], tokenizer: Tokenizer, key: str, span: tuple[int, int] | None
 ) -> Iterator[tuple[list[int], bool]]:
-    for parts in _batches(part for file in files for part in texts_of(file, key, span)):
+    texts = (part for file in files for part in texts_of(file, key, span))
+    for parts in at_once(texts, lambda part: len(part[0])):
         for ids, (_, is_end) in zip(tokenizer.encode([text for text, _ in parts]), parts, strict=True):
             yield ids + [tokenizer.eos] * is_end, is_end  # type: ignore[operator]
 
@@ -365,12 +366,12 @@ def write_tokens(files: Sequence[Path], tokenizer: Tokenizer, key: str, folder: 
     write_file(folder / MANIFEST, json.dumps(facts | {"shards": {f"{name}.bin": about}}, indent=1).encode())
 
 
-def _batches(parts: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+def at_once(parts: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list[Any]]:
     """Enough text at a time for all cores."""
     batch, size = [], 0
     for part in parts:
         batch.append(part)
-        size += len(part[0])
+        size += length(part)
         if size >= 4 * _PART_CHARS:
             yield batch
             batch, size = [], 0

@@ -276,7 +276,7 @@ class Doctor:
         }
         return self.agree(found)
 
-    def _tensors(self, window: Any) -> dict[str, Tensor]:
+    def tensors(self, window: Any) -> dict[str, Tensor]:
         batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
         return named_tensors(self.nets, batch)
 
@@ -284,7 +284,7 @@ class Doctor:
     def _with_finite(self, names: Collection[str], replay: Replay, **how: Any) -> Iterator[tuple[Rehearsal, Any]]:
         """As `replay`, with finite numbers in the tensors that are named."""
         with replay(**how) as (rehearsal, window), contextlib.ExitStack() as changed:
-            for name, tensor in self._tensors(window).items():
+            for name, tensor in self.tensors(window).items():
                 if name in names:  # a variance of 0 would be another fault
                     changed.enter_context(with_finite(tensor, float(name.endswith("running_var"))))
             yield rehearsal, window
@@ -292,7 +292,7 @@ class Doctor:
     def trace(self, replay: Replay, *, in_steps: bool = False) -> Search[tuple[Trace, Rehearsal]]:
         """Watch the window; with `in_steps` the steps of optimizers, too."""
         with replay() as (rehearsal, window):
-            trace = Trace(self.names, self._tensors(window), in_steps=in_steps)
+            trace = Trace(self.names, self.tensors(window), in_steps=in_steps)
             with trace, observing(self.amp.observers, trace), in_one_thread(self.names):
                 yield window
         self._lost |= trace.lost

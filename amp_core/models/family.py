@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -166,15 +166,11 @@ def build_model(
     net = make()
     _BUILT[net] = make
     for part, module in net.items() if isinstance(net, nn.ModuleDict) else ():
-        _BUILT[module] = functools.partial(_part, make, part)
+        _BUILT[module] = functools.partial(lambda part: cast(Any, make())[part], part)
     return net
 
 
 _BUILT: weakref.WeakKeyDictionary[nn.Module, Callable[[], nn.Module]] = weakref.WeakKeyDictionary()
-
-
-def _part(make: Callable[[], Any], part: str) -> nn.Module:
-    return make()[part]
 
 
 def built_again(net: nn.Module) -> nn.Module | None:

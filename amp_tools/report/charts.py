@@ -323,9 +323,7 @@ def _draw_rows(panel: RowPanel, axes: Any) -> None:
     for i, row in enumerate(panel.rows):
         colour, y = COLOURS[row.colour], _ROW * i + _MARK
         about: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "va": "baseline"}
-        room = int(
-            (WIDTH - 32 - 7 * len(row.text)) / 7.5
-        )  # upper bound of a letter's width in points; bold ones are wider
+        room = int((WIDTH - 32 - 7 * len(row.text)) / 7.5)  # a bold letter is at most 7.5 points wide
         axes.annotate(_cut(row.label, min(34, room)), (0, y - 14), color=colour, fontweight="bold", **about)
         axes.annotate(row.text, (1, y - 14), ha="right", **about)
         if panel.bars:

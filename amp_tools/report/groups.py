@@ -21,20 +21,8 @@ from amp_tools.report.folders import Run, is_ours
 from amp_tools.report.significance import Comparison, compare, judge
 from amp_tools.report.words import brief, counted, digits_for, metric_words, speed_words, spread
 
-IRRELEVANT = (
-    "seed",
-    "run_dir",
-    "resume",
-    "allow_changes",
-    "task",
-    "predict_on",
-    "dry_run",
-    "max_minutes",
-    "save_every",
-    "eval_every",
-    "eval.at_start",
-)
-IRRELEVANT += ("log_every", "log", "checkpoint", "data.num_workers", "doctor")
+IRRELEVANT = ("seed", "run_dir", "resume", "allow_changes", "task", "predict_on", "dry_run", "max_minutes", "log")
+IRRELEVANT += ("save_every", "eval_every", "eval.at_start", "log_every", "checkpoint", "data.num_workers", "doctor")
 """Settings, with what lies below them, that make no group: results do not depend on them."""
 REFERENCES = ("fp32", "o0", "tf32", "bf16")
 FIRST = ("recipe.name", "model.name", "data.name", "optimizer.name")
@@ -416,9 +404,7 @@ def margin_of(text: str, mean: float) -> float:
 
 
 def check_margin(text: str) -> None:
-    """Raises:
-    ConfigError: it is no margin.
-    """
+    """ConfigError: it is no margin."""
     try:
         if 0 < margin_of(text, 1.0) < math.inf:
             return

@@ -107,10 +107,7 @@ def compare(
     """Compare two groups of runs.
 
     Args:
-        group: its name.
-        values: by seed.
-        reference: its name.
-        others: by seed.
+        values, others: by seed.
         margin: the largest difference that counts as none.
         better: whether more is better; None: neither is.
         may_pair: false for what a seed has no part in, such as speed.

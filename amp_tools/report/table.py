@@ -50,9 +50,7 @@ def value_of(run: Run, name: str) -> Any:
 
 
 def check_names(names: Sequence[str], runs: Sequence[Run]) -> None:
-    """Raises:
-    ConfigError: no run has a value of such a name.
-    """
+    """ConfigError: no run has a value of such a name."""
     known = set(COLUMNS) | {key for run in runs for key in run.config}
     known |= {f"eval.{key}" for run in runs for key in run.evaluation}
     groups = {key.removesuffix(".name") for key in known if key.endswith(".name")}

@@ -34,22 +34,9 @@ def markdown(study: Study) -> str:
         lines += _rows(rows)
     for section in study.sections[:MOST_SECTIONS]:
         if not several:
-            head = [
-                by,
-                "runs",
-                section.metric,
-                "lowest, highest",
-                "samples/s, geometric mean",
-                "peak MiB",
-                "skipped steps",
-            ]
+            head = [by, "runs", section.metric, "lowest, highest", "samples/s, geometric mean"]
+            head += ["peak MiB", "skipped steps"]
             lines += _rows([head, *([f"`{group.label}`", *_facts(group)] for group in section.groups)])
-        if (
-            section is study.sections[min(MOST_SECTIONS, len(study.sections) - 1)]
-            and len(study.sections) > MOST_SECTIONS
-        ):
-            lines += ["", f"and {len(study.sections) - MOST_SECTIONS} more settings, which --json has"]
-            break
         verdicts = section.sentences
         if len(verdicts) > _MANY:
             verdicts = [*verdicts[:_MANY], f"and {len(verdicts) - _MANY} more, which --json has"]
@@ -107,12 +94,7 @@ def as_dict(study: Study) -> dict[str, Any]:
                     "log_speed_ratio": ratio.to_dict() if ratio else None,
                 }
             )
-        about = {
-            "title": section.title,
-            "metric": section.metric,
-            "better": section.better,
-            "warnings": section.warnings,
-        }
+        about = {key: getattr(section, key) for key in ("title", "metric", "better", "warnings")}
         about |= {"reference": section.reference.label if section.reference else None, "verdicts": section.sentences}
         sections.append(about | {"groups": groups})
     about = {"headline": study.headline, "by": study.by, "margin": study.margin, "num_runs": len(study.runs)}
