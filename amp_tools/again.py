@@ -11,11 +11,7 @@ from amp_core.config.files import read_json
 
 
 def overrides_before(run_dir: str, step: int) -> list[str]:
-    """The settings that take up a run before one of its steps, in one process.
-
-    Raises:
-        ConfigError: the folder holds no run.
-    """
+    """The settings that take up a run before one of its steps, in one process. ConfigError: it is no run's folder."""
     overrides, config = overrides_of(run_dir), stored_config(run_dir)
     if config is None:
         raise ConfigError(f"{run_dir}: its .hydra/config.yaml is missing or damaged")

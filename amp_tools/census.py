@@ -135,7 +135,6 @@ class Census(Trace):
     """Measures every 16-bit result inside of `with census:`; waits for the device at each.
 
     Args:
-        names: of modules.
         imitate: a loss scale: small numbers are rounded as in fp16 at this scale, many of them to 0. None: none are.
     """
 

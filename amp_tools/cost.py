@@ -29,11 +29,7 @@ _LINE = 10
 
 
 class Cost:
-    """Step times without a doctor (twice, which shows the noise), with one that watches, and with statistics.
-
-    Args:
-        num_steps: of each way.
-    """
+    """Step times without a doctor (twice, which shows the noise), with one that watches, and with statistics."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps

@@ -51,8 +51,7 @@ class _Pairs(pickle.Unpickler):
 def read_bin(path: Path) -> tuple[list[bytes], NDArray[np.bool_]]:
     """(2 N image files, of which 2 i and 2 i + 1 are pair i; bool [N]: one person or two).
 
-    Raises:
-        ConfigError: the file holds something else.
+    ConfigError: the file holds something else.
     """
     try:
         with path.open("rb") as file:

@@ -15,11 +15,7 @@ _PICTURE = (-70, 40)
 
 
 def draw(told: Forecast, path: str | Path) -> None:
-    """A heat map: for each kind of numbers a panel, layers from top to bottom, exponents from left to right.
-
-    Raises:
-        ConfigError: matplotlib is missing.
-    """
+    """A heat map: for each kind of numbers a panel, layers from top to bottom, exponents from left to right."""
     try:
         from matplotlib.colors import LogNorm
         from matplotlib.figure import Figure

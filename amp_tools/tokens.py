@@ -44,12 +44,10 @@ class Job:
     Args:
         sources: files and folders of text, *.jsonl or *.parquet.
         tokenizer: a folder with tokenizer.json, or the file.
-        folder: of the shards.
         form: of `FORMATS`.
         key: of *.jsonl, or the column of *.parquet, that holds the documents.
         shard_tokens: tokens of a shard at most, unless one document has more.
         val_tokens: tokens, at least, of the first documents, which become val_*; 0: none.
-        num_processes: at a time.
     """
 
     sources: Sequence[str]

@@ -18,15 +18,12 @@ _MODULES: dict[str, str] = dict.fromkeys(("shards", "parquet", "hf"), "stored") 
 
 
 def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:
-    """The data set of a configuration.
+    """The data set of a configuration. ConfigError: settings or files that do not fit.
 
     Args:
         cfg: the `data` group.
         seed: seed of the augmentation. The samples and the split do not depend on it.
         channels: colour channels that the model takes; gray images are repeated. None: unchanged.
-
-    Raises:
-        ConfigError: settings or files that do not fit.
     """
     from amp_core.config.checks import check_data  # train.py has made these checks before it imports the recipe
 

@@ -185,10 +185,7 @@ def unpack(keys: Sequence[Key]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 class Seeded:
     """A data set for whose batches global generators are seeded: transforms draw from them, and many cannot do else.
 
-    Args:
-        dataset: the data set.
-        seed: of the run.
-        puts_back: the generators are also those of training steps, and are put back after each batch.
+    `puts_back`: the generators are also those of training steps, and are put back after each batch.
     """
 
     def __init__(self, dataset: Dataset, seed: int, *, puts_back: bool) -> None:

@@ -125,11 +125,7 @@ Choose = Callable[[Sequence[str], Path], list[Column]]
 
 
 def read(files: Sequence[Path], choose: Choose) -> list[Column]:
-    """The chosen columns of files one after another.
-
-    Raises:
-        ConfigError: a file cannot be read, or a cell does not fit; with its file, line or row, and column.
-    """
+    """The chosen columns of files one after another. ConfigError names what does not fit by file, line and column."""
     columns: list[Column] = []
     first: list[str] = []
     for path in files:

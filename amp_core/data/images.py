@@ -105,7 +105,6 @@ class ArrayImages:
 
     Args:
         images: uint8 [N, C, H, W].
-        labels: [N].
         mean, std: per channel, of pixels from 0 to 1.
         augment: applied to pixels from 0 to 1; None for evaluation.
         on_device: batches are the stored pixels, which `finish` augments and normalises on their device.
@@ -171,9 +170,7 @@ class Synthetic:
     Args:
         num_classes: sample i has the label (i + first) % num_classes.
         patterns: (labels int64 [B], uniform numbers [B]) to images float32 [B, C, H, W].
-        pool: noise images, from `noise_pool`.
         augment: different noise in each epoch.
-        seed: of the augmentation. It does not change the data set.
         first: number of its first sample.
         stream: added to i where noise is drawn, so that parts of one data set do not overlap.
     """
@@ -231,7 +228,6 @@ class ImageFiles:
 
     Args:
         paths: of the files, or what has `opened` and `name_of` as `Paths` has.
-        labels: [N].
         size: height and width of what is given out.
         on_device: batches are JPEG bytes, which `finish` decodes on the device. Resizing there rounds differently:
             pixels differ by a few of 255.

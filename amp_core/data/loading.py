@@ -53,10 +53,7 @@ class Sampler:
     end of one epoch and the beginning of the next.
 
     Args:
-        num_samples: length of the data set.
-        seed: of the order, at least 0.
         batch_size: samples per micro-batch and rank.
-        accumulation: micro-batches per step.
         start_sample: number of earlier samples, over all ranks.
         shuffle: False keeps the order of the data set in every epoch.
     """
@@ -239,10 +236,9 @@ class Batches:
     process of a job, and a run needs its workers to finish the step.
 
     Args:
-        dataset: the data set; pickled with a `start_method` other than fork.
+        dataset: pickled with a `start_method` other than fork.
         keys: the keys of each batch, such as a `Sampler`.
         num_workers: processes; 0 loads in this one.
-        pin_memory: return pinned memory, for asynchronous copies to CUDA.
         prefetch: batches that each worker loads ahead.
         start_method: fork, spawn or forkserver; None: Python's default.
 
@@ -429,7 +425,6 @@ def to_device(
 
     Args:
         batches: tensors in any nesting of tuples, lists and dicts; other values pass through.
-        device: the target.
         ahead: on CUDA, copy this many batches ahead, such as the next window, on a separate stream.
         finish: applied to each batch on the device before it is used.
         channels_last: store 4-d tensors in NHWC order.

@@ -46,11 +46,9 @@ PIXELS = {"divide_by": 255, "mean": [0.5], "std": [0.25]}
 
 @dataclass(eq=False)
 class Slices:
-    """Slices in memory. Augmentation shifts, rotates, scales, and changes brightness by up to 10 %.
+    """Slices in memory, uint8 [N, C, H, W], and masks of 0 or 1, uint8 [N, K, H, W].
 
-    Args:
-        images: uint8 [N, C, H, W].
-        masks: uint8 [N, K, H, W], 0 or 1.
+    Augmentation shifts, rotates, scales, and changes brightness by up to 10 %.
     """
 
     images: Pixels
@@ -137,9 +135,7 @@ class DigitScenes:
         first: number of its first sample; parts of one data set do not overlap.
         photos: uint8 [H, W, 3] each, larger than `size`.
         digits: uint8 [N, 1, 28, 28].
-        size: height and width of a scene.
         augment: different scenes in each epoch.
-        seed: of the scenes, if augmented.
     """
 
     num_samples: int
@@ -238,7 +234,6 @@ class MaskFiles:
     Args:
         pairs: (image, mask) paths.
         root: folder below which files are named.
-        size: height and width of what is given out.
         read_mask: what `pairs` names as the mask, to [num_masks, H, W] of 0, 1 and VOID.
     """
 

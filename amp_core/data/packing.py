@@ -73,12 +73,7 @@ class Plan:
 def plan(sizes: ArrayLike, length: int, packing: str) -> Plan:
     """A plan for documents of `sizes` tokens, in samples of `length` pairs; those below 2 tokens have none.
 
-    Takes near-linear time: `none` and `chunks` count, `best_fit` sorts.
-
-    Args:
-        sizes: whole numbers [N].
-        length: of a sample.
-        packing: `none`: one piece each; `chunks`; `best_fit`.
+    Takes near-linear time: `none` (one piece each) and `chunks` count, `best_fit` sorts.
     """
     num_pairs = np.maximum(np.asarray(sizes, dtype=np.int64) - 1, 0)
     ends = np.cumsum(num_pairs)  # in the row of all documents

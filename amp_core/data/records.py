@@ -32,13 +32,9 @@ _EXACT = 2**24  # float32 holds whole numbers up to here
 
 
 class Records:
-    """The records of a folder with `train.rec` and `train.idx`. Can be pickled and shared by forked workers.
+    """The records of a folder with `train.rec` and `train.idx`, by their sorted keys, int64 [N].
 
-    Attributes:
-        keys: keys of the records, int64 [N], sorted.
-
-    Raises:
-        ConfigError: the index does not fit the file.
+    Can be pickled and shared by forked workers. ConfigError: the index does not fit the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,9 +67,7 @@ class Records:
         """(keys of the images, an identity's number for each), both [number of images].
 
         From the identities' own records where there are any, which is quick; else from the header of each image.
-
-        Raises:
-            ConfigError: a label is no number of an identity or of a record.
+        ConfigError: a label is no number of an identity or of a record.
         """
         labels, image = self.read(int(self.keys[0]))
         if image or len(labels) < 2:

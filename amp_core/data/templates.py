@@ -30,10 +30,7 @@ Spans = list[tuple[int, int]]
 class Chat:
     """A compiled template, in an environment as that of transformers.
 
-    Args:
-        template: its text.
-        tokens: bos_token, eos_token and others, for the template.
-        time: seconds since 1970, what the template takes for now: a resumed run gets the same tokens.
+    `time`: seconds since 1970, what the template takes for now: a resumed run gets the same tokens.
     """
 
     def __init__(self, template: str, tokens: dict[str, str], time: float) -> None:

@@ -69,10 +69,7 @@ def perplexities(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
 class TextPieces:
     """Parts of documents, in their order. Every token but the first of a document is a target exactly once.
 
-    Args:
-        documents: the documents or chats, or the paths of files, each of which is one, in bytes.
-        length: tokens of a sample.
-        packing: which parts share a sample, as in `packing.plan`.
+    `documents` may be the paths of files, each of which is one, in bytes; `packing` is that of `packing.plan`.
     """
 
     def __init__(self, documents: Documents | Chats | Sequence[Path], length: int, packing: str = "none") -> None:

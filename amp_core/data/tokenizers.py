@@ -27,7 +27,6 @@ class Tokenizer:
     """Texts as ids and back.
 
     Attributes:
-        name: "bytes", or the path as it was given.
         vocab_size: ids are below it; added tokens count.
         eos: id that ends a document; None: none is known.
         digest: SHA-256 of what decides ids; "bytes".
@@ -65,10 +64,8 @@ class Tokenizer:
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
         """Ids of each text, without a token before or after it.
 
-        Args:
-            texts: the texts.
-            special: take the names of special tokens in a text for these tokens, as in a rendered chat; else they are
-                text, so that a document cannot end itself.
+        `special`: take the names of special tokens in a text for these tokens, as in a rendered chat; else they are
+        text, so that a document cannot end itself.
         """
         if self._inner is None:
             return [list(text.encode()) for text in texts]

@@ -48,11 +48,7 @@ class Shard:
 
 
 class Documents:
-    """Spans of ids, each read on its own: the documents of shards, or whole shards where their ends are not known.
-
-    Attributes:
-        sizes: ids of each, int64 [N].
-    """
+    """Spans of ids, each read on its own: the documents of shards, or whole shards where their ends are not known."""
 
     def __init__(self, shards: Sequence[Shard], *, vocab_size: int) -> None:
         self._paths, self._vocab_size = Paths(shard.path for shard in shards), vocab_size
@@ -433,8 +429,7 @@ class Mixture:
     epoch before stopped. So a sample of a source comes again only when all others of it have come.
 
     Args:
-        sources: the data sets.
-        weights: of each, above 0; they need not sum to 1.
+        weights: of each source, above 0; they need not sum to 1.
         seed: of the permutations; None: samples are in their order.
         num_samples: samples of an epoch; None: as many as the sources have.
     """

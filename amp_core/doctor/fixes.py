@@ -81,12 +81,9 @@ class Trial(NamedTuple):
 
 
 class FixSearch:
-    """Searches fixes of one window.
+    """Searches fixes of one window, which is computed inside of `replay`.
 
-    Args:
-        doctor: of the networks.
-        replay: a context in which one window is computed.
-        trying: a context in which steps may be taken, since it undoes them; gives how many there may be. None: none.
+    `trying`: a context in which steps may be taken, since it undoes them; gives how many there may be. None: none.
     """
 
     def __init__(self, doctor: Doctor, replay: Replay, trying: Trying | None) -> None:

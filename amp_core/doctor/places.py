@@ -64,9 +64,7 @@ BEFORE = Location(None, "", "before the window", "")
 class Places:
     """Follows which module runs, and which operation made a node of autograd.
 
-    Args:
-        names: names of modules.
-        on_output: gets what an outermost module returns.
+    `on_output` gets what an outermost module returns.
     """
 
     def __init__(self, names: Mapping[nn.Module, str], on_output: Callable[[Any], Any]) -> None:

@@ -43,12 +43,7 @@ class PlainLoop:
 
     Args:
         amp: whose scale is tried; it begins with that of the loop's GradScaler, if there is one.
-        named: pairs of a name and a network.
-        batch: of the window.
         random: the state from before the window; None: the present one.
-
-    Raises:
-        ValueError: a weight is on the meta device.
     """
 
     def __init__(self, amp: Amp, named: list[tuple[str, nn.Module]], batch: Any, random: RandomState | None) -> None:

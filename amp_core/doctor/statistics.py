@@ -43,11 +43,7 @@ Key = tuple[str, str]
 
 
 class Statistics(Observer):
-    """Measures sampled windows of one run, on rank 0 only: its activations are those of its micro-batches.
-
-    Args:
-        loop: the run's loop; `doctor.statistics_every` must be set.
-    """
+    """Measures sampled windows of one run, on rank 0 only: its activations are those of its micro-batches."""
 
     def __init__(self, loop: Loop) -> None:
         assert loop.cfg.doctor.statistics_every is not None

@@ -88,8 +88,7 @@ class Trace(Observer, DispatchMode):
     Other threads are not seen, since dispatch modes are thread-local; autograd's are, on every device.
 
     Args:
-        names: names of modules, for locations.
-        tensors: tensors from before the window, by name: weights, buffers, batches.
+        tensors: those from before the window, by name: weights, buffers, batches.
         in_steps: watch the steps of optimizers, too.
     """
 

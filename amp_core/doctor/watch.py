@@ -63,11 +63,7 @@ _what = operator.attrgetter("cause", "op", "module", "source", "samples")
 
 
 class Watch(Observer):
-    """Watches one run.
-
-    Args:
-        loop: the run's loop.
-    """
+    """Watches one run."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.cfg = loop, loop.cfg.doctor

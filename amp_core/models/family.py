@@ -30,7 +30,6 @@ class Family:
 
     Attributes:
         what: "a language model", for messages.
-        builders: our own networks by name.
         example: facts of an example data set, to check options before there is one.
         more_names: further names, found when needed.
         more: the builder of a further name.
@@ -113,17 +112,12 @@ def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[s
 def build_model(
     name: str, family: Family, *, options: Mapping[str, Any], is_loaded: bool = False, **facts: Any
 ) -> nn.Module:
-    """A network of the family with initial weights, on the CPU.
+    """A network of the family with initial weights, on the CPU. ConfigError: unknown, or it cannot take such data.
 
     Args:
-        name: one of `family.names()`.
-        family: what kind of network.
         options: keyword arguments of its builder.
         is_loaded: weights follow: a network of a folder of transformers keeps the vocabulary of that folder.
         **facts: facts of the data that the family needs (`Data.facts`), such as `num_classes` and `image_shape`.
-
-    Raises:
-        ConfigError: unknown name or option, or a network that cannot take such data.
     """
     problems = check_model(name, options, family)
     if problems:

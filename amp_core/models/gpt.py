@@ -54,7 +54,6 @@ class KeyCache:
     Args:
         positions: int64 [B, T], of the next tokens.
         seen: keys that attention looks at: the largest position of any row, plus 1.
-        capacity: of positions.
     """
 
     def __init__(self, positions: Tensor, seen: int, capacity: int) -> None:
@@ -133,10 +132,8 @@ class GPT(nn.Module):
     Logits have the autocast dtype, or without autocast that of the weights.
 
     Args:
-        vocab_size: number of tokens.
         length: tokens of a training sample, and the number of `learned` positions.
         width: features of the residual stream, a multiple of `heads`. Multiples of 16 suit Tensor Cores in every dtype.
-        depth: number of blocks.
         heads: attention heads; 64 features per head suit fused attention best.
         dropout: probability, after the embedding, in attention, and after each half of a block.
         positions: `rope`: rotates queries and keys; `alibi`: penalises distance; `learned`: a table.
@@ -202,14 +199,8 @@ class GPT(nn.Module):
         bool [B, 1, L, L], whose attention on a CPU takes 1.4 to 1.7 times as long as causal attention without a mask,
         which skips half of the scores, and on a GPU runs in the memory-efficient kernel instead of the flash one.
 
-        Args:
-            tokens: int64 [B, L].
-            offset: added to all positions.
-            targets: int64 [B, L].
-            positions: int64 [B, L] of packed documents, 0 where one begins; None: one document, from 0 to L - 1.
-
-        Raises:
-            ValueError: the learned table is shorter than the sequence.
+        `positions` of packed documents, int64 [B, L], are 0 where one begins; None: one document, from 0 to L - 1.
+        ValueError: the learned table is shorter than the sequence.
         """
         length = tokens.shape[1]
         ids = position_ids(length, offset=offset, dtype=self.ids_dtype, device=tokens.device)

@@ -60,8 +60,7 @@ def mlp(
 
     Args:
         width: units of each hidden layer. Multiples of 8 suit Tensor Cores.
-        depth: number of hidden layers.
-        dropout: probability, after each hidden layer.
+        dropout: after each hidden layer.
     """
     check_count("width", width)
     check_count("depth", depth)

@@ -112,9 +112,7 @@ Panel = LinePanel | RowPanel
 def band_of(series: Sequence[Points], bins: int = 120) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """The mean curve of several, and its lowest and highest, where all of them have a value.
 
-    Args:
-        series: (step, value) of each.
-        bins: more steps than this are put together, and averaged within each curve first.
+    More steps than `bins` are put together, and averaged within each curve first.
     """
     steps = sorted({step for points in series for step, _ in points})
     if not steps:
@@ -370,11 +368,7 @@ def _strips(panel: Panel, height: float) -> Iterator[tuple[float, float, float, 
 
 
 def svg(panel: Panel) -> str:
-    """The picture as an element for a page that defines `VARIABLES`.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """The picture as an element for a page that defines `VARIABLES`. ConfigError: matplotlib is not installed."""
     with _style("--out"):
         figure, height = _figure(panel)
         drawn = io.StringIO()
@@ -403,11 +397,7 @@ def _in_page_colours(style: str) -> str:
 
 
 def save_png(panels: Sequence[Panel], folder: Path) -> None:
-    """Save each panel as a PNG, named after it.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the folder cannot be written.
-    """
+    """Save each panel as a PNG, named after it. ConfigError: no matplotlib, or the folder cannot be written."""
     with _style("--png"):
         for number, panel in enumerate(panels, 1):
             figure, _ = _figure(panel, 24)

@@ -222,17 +222,13 @@ def make_study(
     reference: str | None = None,
     margin: str = "0.5%",
 ) -> Study:
-    """Group runs and compare them.
+    """Group runs and compare them. ConfigError: there is no such setting, group or margin.
 
     Args:
-        runs: as they were read.
         by: settings whose values are compared; nothing: the mode if it differs, else everything that does.
         metric: default: what each recipe calls best.
         reference: label of the group that the others are compared with; default: the most exact mode.
         margin: the largest difference that counts as equal: a number, or a percentage of the reference's mean.
-
-    Raises:
-        ConfigError: there is no such setting, group or margin.
     """
     check_margin(margin)
     ours, left_out = [run for run in runs if is_ours(run)], [run for run in runs if not is_ours(run)]

@@ -34,16 +34,12 @@ _LONG = 2000
 def html_page(
     study: Study, folders: Sequence[Path], *, pictures: list[Panel] | None = None, place: Path = Path()
 ) -> str:
-    """The whole page.
+    """The whole page. ConfigError: matplotlib is not installed.
 
     Args:
-        study: what it is about.
         folders: where the runs were looked for.
         pictures: filled with the panels, in their order.
         place: the folder that the page is for; its links to the runs begin there.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
     colours = _colours(study)
     shown_sections = study.sections[:MOST_SECTIONS]

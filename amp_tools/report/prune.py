@@ -112,9 +112,7 @@ def size_of(path: Path) -> int:
 def carry_out(plan: Plan, *, whole: bool) -> str | None:
     """Remove what was planned. Returns why it was not, in words, or None.
 
-    Args:
-        plan: from `plan_runs` or `plan_checkpoints`.
-        whole: of `plan_runs`: the folder goes, too, if nothing else is in it.
+    `whole`, of `plan_runs`: the folder goes, too, if nothing else is in it.
     """
     folder = plan.run.path
     try:
@@ -142,11 +140,7 @@ def carry_out(plan: Plan, *, whole: bool) -> str | None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a run folder.
-
-    Raises:
-        OSError: a run holds it, the folder is a link or none any more, or it cannot be locked here.
-    """
+    """Holds the lock of a run folder. OSError: a run holds it, or it is a link, none any more, or cannot be locked."""
     if folder.is_symlink() or not any(os.path.lexists(folder / mark) for mark in MARKS):
         raise OSError(0, "is no run folder any more")
     try:

@@ -171,11 +171,7 @@ def _seeds_needed(c: Comparison, count: int) -> int | None:
 
 
 def judge(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """The verdict on each comparison, corrected for their number.
-
-    Args:
-        comparisons: all of one report about one kind of number; p-values are adjusted for their count.
-    """
+    """The verdict on each comparison of one report about one kind of number; p-values are adjusted for their count."""
     p, p_equal = holm([c.p for c in comparisons]), holm([c.p_equal for c in comparisons])
     count = sum(c.p is not None for c in comparisons)
     judged = []

@@ -67,10 +67,8 @@ def check_names(names: Sequence[str], runs: Sequence[Run]) -> None:
 def condition(text: str) -> tuple[str, Callable[[Run], bool]]:
     """The name in `eval.accuracy>0.98`, `status!=finished` or `amp=fp16*`, and whether it holds for a run.
 
-    A value that is missing, or is no number where numbers are compared, fulfils nothing but `!=`.
-
-    Raises:
-        ConfigError: it is no condition.
+    A value that is missing, or is no number where numbers are compared, fulfils nothing but `!=`. ConfigError: it is
+    no condition.
     """
     found = re.fullmatch(r"([^=<>!\s]+)(>=|<=|!=|>|<|=)(.*)", text)
     if not found:
@@ -145,11 +143,8 @@ def duration(seconds: float) -> str:
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """Aligned lines.
 
-    Args:
-        names: of the columns.
-        rows: their cells.
-        width: what is wider is cut in the middle of the last column: names of jobs begin with what was varied, and end
-            with what tells them apart. None: nothing is cut.
+    What is wider than `width` is cut in the middle of the last column: names of jobs begin with what was varied, and
+    end with what tells them apart. None: nothing is cut.
     """
     columns = list(zip(names, *rows, strict=True))
     sizes = [max(map(len, column)) for column in columns]
