@@ -18,7 +18,7 @@ _OF_TEXT = ("tokenizer", "text_field", "packing", "mix", "train_on")
 _OF_TABLES = ("target", "leave_out", "categorical", "window", "horizon")
 _MAY_BE_NULL = ("columns", "options", "path", "eval_path", "image_size", "like", "num_samples", "num_classes", "length")
 _MAY_BE_NULL += ("exclude", "sampler", *_OF_TEXT, *_OF_TABLES)
-PREPARED = ("mnist_subset", "cifar10", "image_folder", "imagenet")
+PREPARED = ("mnist_subset", "cifar10")
 """Data sets whose training images can be prepared on the device."""
 PACKAGES = {"torchvision": (*DECODED, "cifar10"), "PIL": ("mask_folder", "identity_folder", "records")}
 PACKAGES |= {"datasets": ("hf",), "pyarrow": ("parquet",), "pycocotools": ("coco",)}

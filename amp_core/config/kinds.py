@@ -17,7 +17,7 @@ KINDS = {
 """What a data set holds: `images` with a class each, `text` as bytes, `masks` of images, `identities` of images, the
 rows of a `table`, `speech` with what was said; `own` is what a recipe brings itself."""
 DECODED = ("image_folder", "imagenet")
-"""Those of image files, which a GPU decodes."""
+"""Those of image files in a folder per class."""
 TEXTS = ("text", "tokens", "chat")
 """Those of a user's own text."""
 

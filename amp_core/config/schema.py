@@ -184,8 +184,7 @@ class DataConfig:
     """Random augmentation of training images, seeded by (seed, sample index, epoch). true: what suits the data set, of
     image files a random crop and flip; the others, of torchvision, come after these."""
     prepare_on: Literal["loader", "device"]
-    """Where training images are decoded, augmented and normalised: by the loader on CPU cores, or on the device, where
-    JPEG decoding syncs once per batch."""
+    """Where training images in memory are augmented and normalised: by the loader on CPU cores, or on the device."""
     num_samples: int | None
     """Number of training samples: of synthetic data, or at most this many of a large data set."""
     num_classes: int | None

@@ -40,19 +40,12 @@ def _reading(name: str) -> Iterator[None]:
         raise BadSample(f"cannot read the image {name}: {reason}. Replace or remove it") from error
 
 
-def read_header(file: Any, name: str) -> Any:
-    """An image of Pillow without its pixels, from a path or an open file. Raises RunError as `read_image`."""
-    with _reading(name):
-        return _open(file, header_only=True)
-
-
-def _open(file: Any, header_only: bool = False) -> Any:
+def _open(file: Any) -> Any:
     from PIL import Image
 
     opened = os.fdopen(open_file(file), "rb") if isinstance(file, str) else file
     with opened, Image.open(opened, formats=FORMATS) as image:
-        if not header_only:
-            image.load()
+        image.load()
         return image
 
 

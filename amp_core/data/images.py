@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from amp_core.config.errors import ConfigError, RunError
+from amp_core.config.errors import ConfigError
 from amp_core.config.schema import DataConfig
 from amp_core.config.sources import Skipped, class_names, images_below, mnist_file
 from amp_core.data.base import Chosen, Data, Dataset, Key, Paths, every_fifth, uniforms, unpack
-from amp_core.data.decode import orientation_of, read_header, read_image
+from amp_core.data.decode import read_image
 from amp_core.data.prepare import (
     IMAGENET,
     NUM_CROP_UNIFORMS,
@@ -158,11 +158,6 @@ class ArrayImages:
         return images.expand(-1, *self.image_shape).contiguous(), labels
 
 
-@functools.cache
-def _decoding_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 @dataclass(eq=False)
 class Synthetic:
     """Synthetic and learnable: a pattern per class plus noise from a pool, made on demand.
@@ -218,10 +213,6 @@ def _products(columns: Tensor, rows: Tensor, labels: NDArray[np.int64], u: NDArr
     return columns[torch.from_numpy(labels)] * strength * rows[torch.from_numpy(labels)]
 
 
-File = tuple[bytes, int, tuple[int, int, int, int], bool]
-"""A JPEG, its EXIF orientation, the part to use when upright (left, top, right, bottom), whether it is mirrored."""
-
-
 @dataclass(eq=False)
 class ImageFiles:
     """Image files. Training: random resized crop (8 to 100 % of the area) and horizontal flip. Evaluation: the centre.
@@ -229,8 +220,6 @@ class ImageFiles:
     Args:
         paths: of the files, or what has `opened` and `name_of` as `Paths` has.
         size: height and width of what is given out.
-        on_device: batches are JPEG bytes, which `finish` decodes on the device. Resizing there rounds differently:
-            pixels differ by a few of 255.
         which: the files of the samples, [N]; None: all.
         prefix: of their names.
     """
@@ -241,7 +230,6 @@ class ImageFiles:
     size: int
     augment: bool | str
     seed: int
-    on_device: bool = False
     prepared: Preparation = IMAGENET
     which: Any = None
     prefix: str = ""
@@ -266,7 +254,7 @@ class ImageFiles:
 
     def of_files(self, paths: Sequence[str]) -> ImageFiles:
         """Other files, prepared as these are. For evaluation; labels are 0."""
-        return replace(self, paths=paths, labels=np.zeros(len(paths)), which=None, augment=False, on_device=False)
+        return replace(self, paths=paths, labels=np.zeros(len(paths)), which=None, augment=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -276,61 +264,12 @@ class ImageFiles:
         u = uniforms(self.seed, indices, passes, NUM_CROP_UNIFORMS)
         labels = torch.from_numpy(self.labels[indices])
         opened = map(self.paths.opened, self.which[indices])
-        if self.on_device:
-            # As bytes: tensors would be copied to the device, but decoders need them on the host.
-            return list(map(self._file, (name for _, name in opened), u)), labels
         pixels: Iterable[NDArray[np.uint8]] = map(self._read, opened, u)
         if isinstance(policy := self.augment, str):
             from amp_core.data.augment import changed  # other runs need none of it
 
             pixels = (changed(each, policy, self.seed, key) for each, key in zip(pixels, keys, strict=True))
         return self.prepared.normalise(to_floats(pixels, self.size)), labels
-
-    def _file(self, path: str, u: NDArray[np.float64]) -> File:
-        image = read_header(path, path)
-        if image.format not in ("JPEG", "MPO") or image.mode not in ("L", "RGB"):  # MPO: a JPEG with others behind it
-            kind = f"{image.mode} {image.format}" if image.format == "JPEG" else image.format
-            raise RunError(f"{path} is a {kind} file: data.prepare_on=device decodes JPEG; use data.prepare_on=loader")
-        orientation = orientation_of(image)
-        width, height = image.size if orientation < 5 else image.size[::-1]
-        part = random_crop(width, height, u) if self.augment else (0, 0, width, height)
-        return Path(path).read_bytes(), orientation, part, bool(self.augment and u[0] < 0.5)
-
-    def finish(self, batch: tuple[list[File], Tensor]) -> Batch:
-        """Images and labels from (files, labels), on the device of the labels."""
-        files, labels = batch
-        if labels.device.type != "cuda":
-            return self._decoded(files, labels.device), labels
-        # torchvision allocates memory on the current stream and writes it on its own stream without waiting for the
-        # current one. So use an idle stream as the current one.
-        side, current = _decoding_stream(labels.device), torch.cuda.current_stream(labels.device)
-        side.synchronize()  # with the batch before
-        with torch.cuda.stream(side):
-            images = self._decoded(files, labels.device)
-        current.wait_stream(side)
-        images.record_stream(current)
-        return images, labels
-
-    def _decoded(self, files: Sequence[File], device: torch.device) -> Tensor:
-        io_ = import_torchvision().io
-        contents = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content, *_ in files]
-        try:
-            decoded = io_.decode_jpeg(contents, mode=io_.ImageReadMode.RGB, device=device)
-        except (RuntimeError, AttributeError) as error:  # a build without the decoder lacks the operator
-            raise RunError(
-                f"data.prepare_on=device: torchvision cannot decode on {device}: {error}. Use data.prepare_on=loader"
-            ) from error
-        return self.cut(decoded, files)
-
-    def cut(self, decoded: Sequence[Tensor], files: Sequence[File]) -> Tensor:
-        """Crop, resize, flip and normalise decoded images, uint8 [3, H, W] each, on their device."""
-        images = torch.empty(len(files), *self.image_shape, device=decoded[0].device)
-        for row, (image, file) in enumerate(zip(decoded, files, strict=True)):
-            _, orientation, (left, top, right, bottom), mirrored = file
-            part = _upright(image, orientation)[None, :, top:bottom, left:right].float()
-            part = F.interpolate(part, self.image_shape[1:], mode=self.prepared.mode, antialias=True)[0]
-            images[row] = part.flip(-1) if mirrored else part
-        return self.prepared.normalise(images.round_().clamp_(0, 255).div_(255))
 
     def _read(self, opened: tuple[Any, str], u: NDArray[np.float64]) -> NDArray[np.uint8]:
         image, size = read_image(*opened), (self.size, self.size)
@@ -340,12 +279,6 @@ class ImageFiles:
             part = image.crop(random_crop(image.width, image.height, u))
             pixels = np.asarray(part.resize(size, self.prepared.filter))
         return pixels[:, ::-1] if self.augment and u[0] < 0.5 else pixels
-
-
-def _upright(image: Tensor, orientation: int) -> Tensor:
-    """[3, H, W], by EXIF's orientation."""
-    turned = image.swapaxes(1, 2) if orientation > 4 else image
-    return turned.flip({2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation, ()))
 
 
 # --- builders ---------------------------------------------------------------------------------------------------------
@@ -422,15 +355,15 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
         return data_of(files, files)
     classes, chosen = class_names(root / "train"), Chosen(cfg)
 
-    def part(name: str, augment: bool | str, on_device: bool = False) -> ImageFiles:
+    def part(name: str, augment: bool | str) -> ImageFiles:
         paths, labels = class_files(root / name, classes, chosen.skipped, os.path.split)  # as ImageFolder sorts them
-        files = ImageFiles(Paths(paths, root), labels, len(classes), size, augment, seed, on_device, prepared)
+        files = ImageFiles(Paths(paths, root), labels, len(classes), size, augment, seed, prepared)
         files = chosen.of(files)
         if empty := [classes[i] for i in sorted({*range(len(classes))} - {*np.unique(files.labels)})]:
             raise ConfigError(f"data.path={cfg.path}: {name}: no images in {', '.join(empty)}")
         return files
 
-    return chosen.finish(data_of(part("train", cfg.augment, cfg.prepare_on == "device"), part("val", False)))
+    return chosen.finish(data_of(part("train", cfg.augment), part("val", False)))
 
 
 def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:

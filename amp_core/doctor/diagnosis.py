@@ -368,37 +368,40 @@ ADVICE |= dict.fromkeys((*_RANGE, "overflow in a function"), BF16)
 
 def advice_for(cause: Cause, finding: Finding) -> Fix | None:
     """What to change, for this operation."""
+    if text := _special_advice(cause, finding):
+        return Fix("data" if cause == "bad input" else "code", text)
+    return ADVICE.get(cause)
+
+
+def _special_advice(cause: Cause, finding: Finding) -> str | None:
     what, forward = finding.operator, finding.place.forward.strip("_")
+    at_a_pole = cause in POLES
     if cause == "underflow in 16 bits" and what in _LOGARITHMS:
         more = "; log_softmax for a softmax" if any("softmax" in origin for _, origin in finding.marks) else ""
-        return Fix("code", f"compute this line, and what leads to it, in fp32{more}")
+        return f"compute this line, and what leads to it, in fp32{more}"
     if cause == "underflow in fp32" and what in _LOGARITHMS:
-        return Fix(
-            "code", "compute the logarithm without the number: log_softmax, logsumexp, slogdet, sums of logarithms"
-        )
+        return "compute the logarithm without the number: log_softmax, logsumexp, slogdet, sums of logarithms"
     if cause == "overflow in a reduction" and finding.backward:
-        return Fix("code", "make the gradient smaller: divide the loss by a constant, such as the number of elements")
-    if finding.backward and forward in _DECOMPOSITIONS and cause in POLES:
-        return Fix("code", "use what does not depend on the vectors, or add small different numbers to the diagonal")
-    if finding.backward and forward in _HAVE_ENDS and cause in POLES:
-        return Fix("code", "keep the argument off the ends of its domain, where the slope is infinite: clamp it")
+        return "make the gradient smaller: divide the loss by a constant, such as the number of elements"
+    if finding.backward and forward in _DECOMPOSITIONS and at_a_pole:
+        return "use what does not depend on the vectors, or add small different numbers to the diagonal"
+    if finding.backward and forward in _HAVE_ENDS and at_a_pole:
+        return "keep the argument off the ends of its domain, where the slope is infinite: clamp it"
     if finding.at_a_pole == "a singular matrix" and not finding.is_constant and "det" not in what:
-        return Fix("code", "add small numbers to the diagonal, or use torch.linalg.lstsq")
+        return "add small numbers to the diagonal, or use torch.linalg.lstsq"
     if cause == "nothing left by a mask" and what in ("sub", "rsub"):
-        return Fix("code", "write a large finite number in place of -inf, or leave something in what is masked")
+        return "write a large finite number in place of -inf, or leave something in what is masked"
     if cause == "bad input" and finding.op:  # finite numbers
-        return Fix("data", "repair or remove the samples; if their numbers are right, normalise them")
+        return "repair or remove the samples; if their numbers are right, normalise them"
     if "sigmoid before" in cause and not (what.startswith("binary") or {kind for kind, _ in finding.marks} & _BCE):
         region = ", or an fp32 region that holds the sigmoid *and* the logarithm" * cause.startswith("16")
-        text = f"take the logarithm of the logits: logsigmoid(z) for log(p), logsigmoid(-z) for log(1 - p){region}"
-        return Fix("code", text)
-    if finding.is_constant and cause in POLES:
-        return Fix("code", "use torch.linalg.slogdet, or a matrix whose determinant is positive")
+        return f"take the logarithm of the logits: logsigmoid(z) for log(p), logsigmoid(-z) for log(1 - p){region}"
+    if finding.is_constant and at_a_pole:
+        return "use torch.linalg.slogdet, or a matrix whose determinant is positive"
     is_average = what in _AVERAGES or finding.at_a_pole == "no elements"
     if cause == "division or logarithm of zero" and is_average and not finding.backward:
         alone = what in _DEVIATIONS and finding.at_a_pole != "no elements"
-        return Fix("code", f"leave out what has {'one element alone' if alone else 'no elements to average'}")
-    advice = ADVICE.get(cause)
-    if advice is BF16 and (finding.wide or 0.0) > torch.finfo(torch.bfloat16).max:
-        return Fix("code", "use a smaller number, such as torch.finfo(x.dtype).min for a mask")
-    return advice
+        return f"leave out what has {'one element alone' if alone else 'no elements to average'}"
+    if ADVICE.get(cause) is BF16 and (finding.wide or 0.0) > torch.finfo(torch.bfloat16).max:
+        return "use a smaller number, such as torch.finfo(x.dtype).min for a mask"
+    return None

@@ -69,14 +69,15 @@ def is_among(finding: Finding, findings: Iterable[Finding]) -> bool:
     return (finding.op, finding.place, finding.output.dtype) in same
 
 
-def batch_sizes(batch: Mapping[str, Tensor]) -> set[int]:
+def batch_sizes(tensors: Mapping[str, Tensor]) -> set[int]:
     """Lengths of the first dimension that may be the number of samples: of most tensors of the batch, or of its labels.
 
     Weights of classes, and frames, have no sample per row.
     """
-    sizes = Counter(t.shape[0] for t in batch.values() if t.ndim)
+    batch = [t for name, t in tensors.items() if name.startswith("batch") and is_plain(t) and t.ndim]
+    sizes = Counter(t.shape[0] for t in batch)
     most = {size for size, count in sizes.items() if count == max(sizes.values())}
-    labels = {t.shape[0] for t in batch.values() if t.ndim == 1}
+    labels = {t.shape[0] for t in batch if t.ndim == 1}
     return (len(most) > 1 and most & labels) or most
 
 

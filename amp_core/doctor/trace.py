@@ -22,38 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.checkpoints.plain_state import all_tensors
+from amp_core.doctor import operations, values
 from amp_core.doctor.findings import Collision, Finding, Marks, batch_sizes, collision_of, new_marks
-from amp_core.doctor.operations import (
-    SUBTRACTS,
-    UNWRITTEN,
-    Call,
-    Input,
-    has_infinite_scalar,
-    in_float64,
-    is_view,
-    named_inputs,
-    pole,
-    unread_by,
-    written_by,
-)
+from amp_core.doctor.operations import Call, Input
 from amp_core.doctor.places import BEFORE, Location, Places, class_name, current_node
-from amp_core.doctor.values import (
-    HALF,
-    Range,
-    bad_rows,
-    comparable,
-    dense,
-    has_nan,
-    has_new,
-    has_numbers,
-    has_positive_infinity,
-    is_finite,
-    is_plain,
-    is_whole,
-    num_rows,
-    same,
-    storage_key,
-)
+from amp_core.doctor.values import HALF, Range, is_finite, storage_key
 from amp_core.lowp.masters import weights_by_side
 from amp_core.step.observer import Observer
 from amp_core.tensors import is_dtensor, local
@@ -124,7 +97,7 @@ class Trace(Observer, DispatchMode):
         self._unwritten: set[int] = set()
         self._shared: set[int] = set()
         self._tensors = {storage_key(tensor): name for name, tensor in tensors.items()}
-        self._batch_sizes = batch_sizes({n: t for n, t in tensors.items() if n.startswith("batch") and is_plain(t)})
+        self._batch_sizes = batch_sizes(tensors)
         self._bad_batch: dict[str, Tensor] = {}
         """To recognise them where the program copies them unseen, as from arrays."""
         self._pauses, self._is_done = 0, False
@@ -165,7 +138,7 @@ class Trace(Observer, DispatchMode):
         low = weights_by_side()
         weights = local([low.get(param, param) for param in params])
         names = [self._tensors.get(storage_key(weight), "a weight").removeprefix("weight ") for weight in weights]
-        every = [(name, comparable(grad)) for name, grad in zip(names, grads, strict=True)]
+        every = [(name, values.comparable(grad)) for name, grad in zip(names, grads, strict=True)]
         norms = [(torch.linalg.vector_norm(grad, dtype=torch.float64).item(), name) for name, grad in every]
         norm = math.hypot(*(each for each, _ in norms))
         self.grad_norm = max(self.grad_norm, norm)
@@ -269,7 +242,7 @@ class Trace(Observer, DispatchMode):
             self.generators.setdefault(generator, generator.get_state())
         if self._pauses or self._is_done:
             return None
-        named = named_inputs(func, args, kwargs)
+        named = operations.named_inputs(func, args, kwargs)
         # DTensor operations happen between passes, or on local tensors that are seen.
         if any(is_dtensor(tensor) for _, tensor in named):
             return None
@@ -285,7 +258,7 @@ class Trace(Observer, DispatchMode):
         node = current_node()
         self.last_backward = self.last_backward if node is None else self.num_operations
         place = self.places.of(node, name)
-        written = list(written_by(func, args, kwargs))
+        written = list(operations.written_by(func, args, kwargs))
         keys = set(map(storage_key, written))
         inputs = [Input(n, tensor, storage_key(tensor)) for n, tensor in named]
         read = {each.key for each in inputs} - keys
@@ -302,7 +275,7 @@ class Trace(Observer, DispatchMode):
         """Check what an operation has computed."""
         if call.name == "_local_scalar_dense" and not (isinstance(result, complex) or math.isfinite(result)):
             self._numbers = self._origins[call.inputs[0].key] if call.inputs else frozenset()
-        if call.name in UNWRITTEN:
+        if call.name in operations.UNWRITTEN:
             for key in map(storage_key, all_tensors(result)):
                 self._unwritten.add(key)
                 if key not in call.keys:  # new memory, perhaps of a freed tensor
@@ -314,8 +287,8 @@ class Trace(Observer, DispatchMode):
         if bad := [tensor for tensor in tested if not is_finite(tensor)]:
             self._bad_results["a number that the program tests"] = bad[-1]
         # Not all that is written is returned: running statistics, fully_shard's copies into its buffers.
-        outputs = {id(tensor): tensor for tensor in (*all_tensors(result), *call.written) if has_numbers(tensor)}
-        if outputs and not is_view(call.func):  # a view shares the storage of its base, and its records
+        outputs = {id(tensor): tensor for tensor in (*all_tensors(result), *call.written) if values.has_numbers(tensor)}
+        if outputs and not operations.is_view(call.func):  # a view shares the storage of its base, and its records
             self._look(call, [*outputs.values()])
 
     def _look(self, call: Call, outputs: list[Tensor]) -> None:
@@ -337,7 +310,7 @@ class Trace(Observer, DispatchMode):
             if is_bad and not tensor.ndim and call.inputs:
                 self._bad_results["the loss"] = tensor
             # A write to a part of a storage does not change the rest.
-            kept = self._origins[key] if in_place and (is_bad or not is_whole(tensor)) else frozenset()
+            kept = self._origins[key] if in_place and (is_bad or not values.is_whole(tensor)) else frozenset()
             self._origins[key] = kept | origins if is_bad else kept
 
     def _marks_of(self, inputs: Sequence[Input]) -> Marks:
@@ -350,8 +323,8 @@ class Trace(Observer, DispatchMode):
         # Some collectives (gloo's) end with a copy from their own memory.
         to = storage_key(call.args[0]) if call.name == "copy_" else None
         received = self._origins[to] or {REMOTE} if to in self._shared else None
-        unread = unread_by(call, bad)
-        read = [each for each in call.inputs if each.key not in unread and has_numbers(each.tensor)]
+        unread = operations.unread_by(call, bad)
+        read = [each for each in call.inputs if each.key not in unread and values.has_numbers(each.tensor)]
         given = [each for each in read if not is_finite(each.tensor)]
         origins: set[int] = set()
         for each in given:
@@ -363,14 +336,14 @@ class Trace(Observer, DispatchMode):
         if (
             constants == origins
             and torch.Tag.pointwise in call.func.tags
-            and has_new(bad[0], [each.tensor for each in given])
+            and values.has_new(bad[0], [each.tensor for each in given])
         ):
             origins = constants = set()
         if origins - constants:
             return frozenset(origins - constants)
         # An operation that is given a NaN has not produced it.
-        is_nan = any(map(has_nan, bad)) and not any(has_nan(each.tensor) for each in given)
-        is_mask = not any(has_positive_infinity(each.tensor) for each in given)
+        is_nan = any(map(values.has_nan, bad)) and not any(values.has_nan(each.tensor) for each in given)
+        is_mask = not any(values.has_positive_infinity(each.tensor) for each in given)
         is_emptied = is_nan and is_mask and (call.name in _TAKES_MASKS or "attention" in call.name)
         if not is_emptied and constants - {CONSTANT}:
             return frozenset(constants - {CONSTANT})
@@ -382,10 +355,10 @@ class Trace(Observer, DispatchMode):
             marks |= {("beyond", what)}
         finding = self._finding(call, bad[0], is_nan, bool(constants), marks)
         # Sums of masks and scores are treated like an infinity that the program writes.
-        is_mask = call.base in SUBTRACTS and not (is_nan or has_positive_infinity(bad[0]))
+        is_mask = call.base in operations.SUBTRACTS and not (is_nan or values.has_positive_infinity(bad[0]))
         if is_mask and bad[0].dtype in HALF and not call.backward:
             return frozenset({self._add_constant(finding)})
-        is_written = call.name in _CONSTANTS and has_infinite_scalar(call.args)
+        is_written = call.name in _CONSTANTS and operations.has_infinite_scalar(call.args)
         is_written |= any(map(math.isnan, scalars))
         if is_written or (constants and not is_emptied):  # here, or before the window as a tensor of one number
             finding.is_constant = True
@@ -403,7 +376,7 @@ class Trace(Observer, DispatchMode):
             return {REMOTE}
         if found.key in self._tensors:  # finite before the window, and written by an operation without a schema for it
             return set()
-        copied = (name for name, tensor in self._bad_batch.items() if same(tensor, found.tensor))
+        copied = (name for name, tensor in self._bad_batch.items() if values.same(tensor, found.tensor))
         name = self._own_tensor(found.key) or next(copied, None)
         if name is not None or found.tensor.numel() > 1:
             unseen = f"unseen {found.name}", found.tensor
@@ -422,10 +395,10 @@ class Trace(Observer, DispatchMode):
 
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
         seen = Range.of(name.removeprefix("unseen "), tensor)
-        finding = Finding(len(self.findings), "", place, False, [], seen, has_nan(tensor), None, tensor=name)
-        has_samples = name.startswith(("batch", "unseen", "variable")) and num_rows(tensor) in self._batch_sizes
-        finding.rows = bad_rows(tensor) if has_samples else []
-        if not (name.startswith(("weight", "unseen")) or finding.has_nan or has_positive_infinity(tensor)):
+        finding = Finding(len(self.findings), "", place, False, [], seen, values.has_nan(tensor), None, tensor=name)
+        has_samples = name.startswith(("batch", "unseen", "variable")) and values.num_rows(tensor) in self._batch_sizes
+        finding.rows = values.bad_rows(tensor) if has_samples else []
+        if not (name.startswith(("weight", "unseen")) or finding.has_nan or values.has_positive_infinity(tensor)):
             # Only -inf, as in a mask of attention: treated like one that the program writes.
             number = self._add_constant(finding)
         else:
@@ -435,12 +408,12 @@ class Trace(Observer, DispatchMode):
         return number
 
     def _finding(self, call: Call, output: Tensor, is_nan: bool, only_masks: bool, marks: Marks) -> Finding:
-        floats = [each for each in call.inputs if has_numbers(each.tensor)]
+        floats = [each for each in call.inputs if values.has_numbers(each.tensor)]
         known = [self._tensors.get(each.key, "") for each in floats]
         is_of_weights = bool(known) and all(name.startswith(("weight", "buffer")) for name in known)
-        has_samples = not call.backward and not is_of_weights and num_rows(output) in self._batch_sizes
-        wide = in_float64(call, output)
-        at_a_pole = pole(call.name, call.args, [each.tensor for each in call.inputs])
+        has_samples = not call.backward and not is_of_weights and values.num_rows(output) in self._batch_sizes
+        wide = operations.in_float64(call, output)
+        at_a_pole = operations.pole(call.name, call.args, [each.tensor for each in call.inputs])
         moved = floats[-1:] if call.name in ("_to_copy", "copy_") else []
         held = [name for each in moved for kind, name in self._marks[each.key] if kind == "input"]
         variances = [(n, each.tensor) for n, each in zip(known, floats, strict=True) if "running_var" in n]
@@ -456,11 +429,11 @@ class Trace(Observer, DispatchMode):
             inputs=[Range.of(self._tensors.get(each.key, each.name), each.tensor) for each in shown],
             output=Range.of("output", output),
             has_nan=is_nan,
-            wide=None if wide is None else dense(wide).abs().amax().item(),  # a NaN if there is one: it is no overflow
+            wide=None if wide is None else values.dense(wide).abs().amax().item(),  # a NaN is no overflow
             at_a_pole=at_a_pole,
             only_masks=only_masks,
             marks=frozenset(mark for mark in marks if mark[0] != "wide underflow" or mark in of_the_last),
-            rows=bad_rows(output) if has_samples else [],
+            rows=values.bad_rows(output) if has_samples else [],
             operation=self.num_operations,
             follows_backward=self.last_backward > 0 and not (call.backward or torch.is_grad_enabled()),
             tensor=min(held, default=""),

@@ -11,7 +11,7 @@ import torch
 from amp_core.config.checks import check_data, lacks_data, of_detection, tag_of_timm
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
-from amp_core.config.kinds import DECODED, FILES, TEXTS
+from amp_core.config.kinds import FILES, TEXTS
 from amp_core.config.parse import parse
 from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.config.sources import package_folder
@@ -98,11 +98,6 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
                     f"data.{key}={getattr(cfg.data, key):g}: labels are probabilities, which recipe="
                     f"{cfg.recipe['name']} does not take; use recipe=classification"
                 )
-        if cfg.data.prepare_on == "device" and cfg.data.name in DECODED and not _on_cuda(cfg):
-            problems.append(
-                f"data.prepare_on=device: the files of data={cfg.data.name} are decoded by a CUDA GPU, and the run "
-                f"has none; use data.prepare_on=loader"
-            )
     if sound("export") and cfg.export.to == "onnx":
         lost = [name for name in ("onnx", "onnxscript", "onnxruntime") if package_folder(name) is None]
         if lost:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import random
 from pathlib import Path
 from typing import Any
@@ -11,22 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from running import refused_before_the_start, same_but, state, summary
 from test_recipes import run
 from tiers import rows
 
 import train
 from amp_core.config.checks import check_data
-from amp_core.config.errors import RunError
 from amp_core.config.options import read_option
 from amp_core.config.schema import DataConfig
 from amp_core.data import build_data
 from amp_core.data.base import uniforms
-from amp_core.data.images import ArrayImages, ImageFiles, crop_flip, shift_rotate_scale
+from amp_core.data.images import ArrayImages, crop_flip, shift_rotate_scale
 from amp_core.data.loading import to_device
 from amp_core.run.meters import Clock
-from amp_core.vision import import_torchvision
 from recipes import classification
 
 
@@ -68,77 +64,13 @@ def test_a_run_is_the_same_bits_wherever_images_are_prepared(tmp_path: Path, num
     assert summary(tmp_path / "loader")["eval"] == summary(tmp_path / "device")["eval"]
 
 
-def jpegs(folder: Path, num: int = 3) -> list[str]:
-    """Smooth pictures of several shapes."""
-    paths = []
-    for number in range(num):
-        y, x = np.mgrid[0 : 60 + 7 * number, 0 : 90 - 9 * number]
-        waves = [127 + 120 * np.sin(x / (7 + c) + y / (11 + number)) for c in range(3)]
-        file = folder / f"{number}.jpg"
-        Image.fromarray(np.stack(waves, axis=-1).astype(np.uint8)).save(file, quality=95)
-        paths.append(str(file))
-    return paths
-
-
-def file_parts(tmp_path: Path) -> tuple[ImageFiles, ImageFiles, list[tuple[int, int]]]:
-    shared: dict[str, Any] = {"num_classes": 3, "size": 32, "augment": True, "seed": 5}
-    paths = jpegs(tmp_path)
-    parts = (ImageFiles(paths, np.arange(3), **shared, on_device=on) for on in (False, True))
-    return *parts, [(index, number) for index in range(3) for number in range(8)]  # type: ignore[return-value]
-
-
-def test_parts_cut_on_the_device_are_nearly_those_of_the_loader(tmp_path: Path) -> None:
-    """The same parts, mirrored alike; pixels may be rounded elsewhere."""
-    by_loader, on_device, keys = file_parts(tmp_path)
-    files, labels = on_device.__getitems__(keys)
-    decoded = [torch.from_numpy(np.asarray(Image.open(io.BytesIO(each[0]))).copy()).permute(2, 0, 1) for each in files]
-    images, (expected, same) = on_device.cut(decoded, files), by_loader.__getitems__(keys)
-    assert torch.equal(labels, same)
-    pixels = (images - expected).abs() * 0.225 * 255
-    assert pixels.mean() < 1 and pixels.amax() < 12, (pixels.mean(), pixels.amax())
-    assert (images.flip(-1) - expected).abs().mean() > 10 * (images - expected).abs().mean()  # it would be seen
-
-
-def test_files_are_decoded_by_torchvision(tmp_path: Path) -> None:
-    by_loader, on_device, keys = file_parts(tmp_path)
-    try:
-        content = bytearray(Path(jpegs(tmp_path)[0]).read_bytes())
-        import_torchvision().io.decode_jpeg(torch.frombuffer(content, dtype=torch.uint8))
-    except (RuntimeError, AttributeError):  # a torchvision built for another torch
-        with pytest.raises(RunError, match=r"torchvision cannot decode on cpu.*data.prepare_on=loader"):
-            on_device.finish(on_device.__getitems__(keys))
-        return
-    images, _ = on_device.finish(on_device.__getitems__(keys))
-    assert (images - by_loader.__getitems__(keys)[0]).abs().mean() * 0.225 * 255 < 1
-
-
-def test_what_is_no_jpeg_is_named(tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, "PNG")
-    (tmp_path / "a.jpg").write_bytes(buffer.getvalue())
-    files = ImageFiles(
-        [str(tmp_path / "a.jpg")], np.zeros(1), num_classes=1, size=8, augment=True, seed=0, on_device=True
-    )
-    with pytest.raises(RunError, match=r"a\.jpg is a PNG file: .*use data.prepare_on=loader"):
-        files.__getitems__([(0, 0)])
-
-
 def test_where_the_device_cannot_prepare_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("synthetic", "text", "glyphs"):
+    for name in ("synthetic", "text", "glyphs", "image_folder"):
         cfg = dataclasses.replace(DataConfig(**read_option("data", name)), prepare_on="device")
         assert any("prepare_on=device" in problem for problem in check_data(cfg)), name
-    folder = tmp_path / "images"
-    for part in ("train", "val"):
-        (folder / part / "a").mkdir(parents=True)
-        (folder / part / "b").mkdir()
-        jpegs(folder / part / "a")
-        jpegs(folder / part / "b")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    images = ["data=image_folder", f"data.path={folder}", "data.prepare_on=device", "model=resnet18"]
-    refused_before_the_start(images, "data.prepare_on=device", capsys)
+    monkeypatch.chdir(tmp_path)
     refused_before_the_start(["recipe=contrastive", "data.prepare_on=device"], "data.prepare_on=device", capsys)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from damaged import CHANGES
 from PIL import Image
 from running import Forked
@@ -206,28 +205,6 @@ def test_exif_orientations_are_applied(orientation: int, kind: str) -> None:
 )
 def test_a_damaged_orientation_is_none(exif: bytes) -> None:
     assert np.array_equal(read_image(io.BytesIO(saved(Image.fromarray(RGB), "PNG", exif=exif)), ""), RGB)
-
-
-@pytest.mark.parametrize("orientation", TURNED)
-def test_what_the_device_decodes_is_upright_too(orientation: int, tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    (tmp_path / "a.jpg").write_bytes(saved(of_mode(BLOCKS[..., :3], "RGB"), "JPEG", exif=exif, quality=100))
-    shared: dict[str, Any] = {"labels": np.zeros(1), "num_classes": 1, "size": 16, "augment": True, "seed": 3}
-    ours, device = (ImageFiles([str(tmp_path / "a.jpg")], **shared, on_device=on) for on in (False, True))
-    with Image.open(tmp_path / "a.jpg") as stored:
-        pixels = torch.from_numpy(np.asarray(stored).copy()).permute(2, 0, 1)
-    for number in range(4):
-        files, _ = device.__getitems__([(0, number)])
-        difference = (device.cut([pixels], files) - ours.__getitems__([(0, number)])[0]).abs()
-        assert difference.mean() * 0.225 * 255 < 1  # as the two round without a turn, see tests/runs/test_feeding.py
-
-
-def test_what_the_device_cannot_decode_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jpg").write_bytes(MODES["CMYK, Adobe's inverted JPEG"][0])
-    files = ImageFiles([str(tmp_path / "a.jpg")], np.zeros(1), 1, 8, True, 0, True)
-    with pytest.raises(RunError, match=r"a\.jpg is a CMYK JPEG file: .*use data.prepare_on=loader"):
-        files.__getitems__([(0, 0)])
 
 
 @pytest.mark.parametrize("content, expected", [
