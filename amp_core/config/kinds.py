@@ -9,7 +9,7 @@ KINDS = {
     "mnist_subset": "images", "synthetic": "images", "image_folder": "images", "imagenet": "images",
     "cifar10": "images", "torch_sources": "text", "torch_headers": "text", "text": "text", "tokens": "text",
     "chat": "text",
-    "brain": "masks", "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities",
+    "digit_scenes": "masks", "mask_folder": "masks", "glyphs": "identities",
     "identity_folder": "identities", "records": "identities", "synthetic_identities": "identities", "own": "own",
     "shards": "images", "hf": "images", "parquet": "images", "table": "table", "coco": "masks",
     "telephone": "speech", "recordings": "speech",

@@ -55,16 +55,6 @@ def dejavu_files() -> list[Path]:
     return [file for file in files if "Display" not in file.name]
 
 
-_BRAIN = "mni_icbm152_{}_tal_nlin_sym_09a_converted.nii.gz"
-
-
-def brain_files() -> dict[str, Path] | None:
-    """The template t1 and its maps gm and wm inside the package nilearn, which is not imported."""
-    folder = package_folder("nilearn")
-    files = {name: Path(folder or "", "datasets", "data", _BRAIN.format(name)) for name in ("t1", "gm", "wm")}
-    return files if all(file.is_file() for file in files.values()) else None
-
-
 def photographs() -> list[Path]:
     """The photographs inside the package scikit-learn, which is not imported; both are 640x427."""
     folder = package_folder("sklearn")

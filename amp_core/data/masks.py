@@ -1,6 +1,6 @@
-"""Images with binary masks: brain slices, digits on photographs, your own folders.
+"""Images with binary masks: digits on photographs, your own folders.
 
-A mask is uint8: 0, 1, or VOID for pixels that losses and metrics ignore, such as padding by augmentation.
+A mask is uint8: 0, 1, or VOID for pixels that losses and metrics ignore, such as padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp_core.config.errors import BadSample, ConfigError
 from amp_core.config.schema import DataConfig
-from amp_core.config.sources import brain_files, images_below, masked_images, photographs
+from amp_core.config.sources import images_below, masked_images, photographs
 from amp_core.data.base import Chosen, Data, Key, uniforms, unpack
 from amp_core.data.decode import read_image, read_integers
 from amp_core.data.images import NUM_UNIFORMS, every_fifth, read_mnist_subset, shift_rotate_scale
@@ -39,80 +39,6 @@ def normalised(pixels: Tensor) -> Tensor:
 
 PIXELS = {"divide_by": 255, "mean": [0.5], "std": [0.25]}
 """What `normalised` does, for the metadata of an exported network."""
-
-
-# --- brain slices -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Slices:
-    """Slices in memory, uint8 [N, C, H, W], and masks of 0 or 1, uint8 [N, K, H, W].
-
-    Augmentation shifts, rotates, scales, and changes brightness by up to 10 %.
-    """
-
-    images: Pixels
-    masks: Pixels
-    augment: bool
-    seed: int
-    preprocessing: ClassVar[dict[str, Any]] = PIXELS
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        indices, passes = unpack(keys)
-        images = torch.from_numpy(self.images[indices]).float().div_(255)
-        masks = torch.from_numpy(self.masks[indices])
-        if self.augment:
-            u = uniforms(self.seed, indices, passes, NUM_UNIFORMS + 1)
-            # Transformed together; masks and a plane of ones are thresholded at half a pixel.
-            stack = torch.cat([images, masks.float(), torch.ones_like(images[:, :1])], dim=1)
-            images, shares, inside = shift_rotate_scale(stack, u).split([images.shape[1], masks.shape[1], 1], dim=1)
-            masks = (shares >= 0.5).to(torch.uint8).masked_fill_(inside < 0.5, VOID)
-            images = images * torch.from_numpy(0.9 + 0.2 * u[:, -1:, None, None]).float()
-        return normalised(images), masks
-
-
-_BLOCK, _NUM_BLOCKS, _FIRST = 36, 4, 4
-_TRAIN, _EVAL = range(24), range(27, 33)
-"""Per block of 36 slices: 24 for training, 3 unused, 6 for evaluation, 3 unused."""
-
-
-def read_brain() -> tuple[Pixels, Pixels]:
-    """(images [144, 1, 96, 80], masks [144, 2, 96, 80]: grey and white matter), axial slices from below upwards.
-
-    The skull-stripped T1 template ICBM 152 2009a nonlinear symmetric, an average of 152 brains, and its maps of tissue
-    probability, as nilearn ships them. Slices are 1 mm apart; their pixels are means of 2 x 2 voxels of 1 mm. The crop
-    is 192 x 160 mm. A mask is where the probability is 1/2 or more, so the two do not overlap. Left mirrors right.
-
-    nilearn is under the 3-clause BSD licence and nibabel under the MIT licence. The template (Fonov et al., NeuroImage
-    2011) is copyright Louis Collins, McConnell Brain Imaging Centre, who permits use, copies and changes without a fee
-    where that notice is kept.
-    """
-    import nibabel
-
-    files = brain_files()
-    assert files is not None, "check_data was not asked"
-    planes = []
-    for name in ("t1", "gm", "wm"):
-        volume: Any = nibabel.load(files[name])
-        voxels = np.asarray(volume.dataobj)[18:178, 21:213, _FIRST : _FIRST + _NUM_BLOCKS * _BLOCK]
-        # [left-right, back-front, down-up] to slices with the front on top.
-        rows = voxels.transpose(2, 1, 0)[:, ::-1]
-        planes.append(rows.reshape(len(rows), 96, 2, 80, 2).mean(axis=(2, 4), dtype=np.float32))
-    t1, *tissues = planes
-    images = np.rint(t1).astype(np.uint8)[:, None]
-    return images, np.stack([tissue >= 127.5 for tissue in tissues], axis=1).astype(np.uint8)
-
-
-def _brain(cfg: DataConfig, seed: int, channels: int | None) -> Data:
-    images, masks = read_brain()
-    starts = range(0, len(images), _BLOCK)
-    train, held_out = ([start + i for start in starts for i in part] for part in (_TRAIN, _EVAL))
-    facts = {"image_shape": images.shape[1:], "num_masks": masks.shape[1]}
-    part = Slices(images[train], masks[train], bool(cfg.augment), seed)
-    return Data(part, Slices(images[held_out], masks[held_out], False, seed), facts)
 
 
 # --- digits on photographs --------------------------------------------------------------------------------------------
@@ -325,7 +251,6 @@ def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
 
 
 BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
-    "brain": _brain,
     "digit_scenes": _digit_scenes,
     "mask_folder": _mask_folder,
 }
