@@ -22,7 +22,7 @@ from amp_core.config.sources import images_below, masked_images, photographs
 from amp_core.data.base import Chosen, Data, Key, uniforms, unpack
 from amp_core.data.decode import read_image, read_integers
 from amp_core.data.images import NUM_UNIFORMS, every_fifth, read_mnist_subset, shift_rotate_scale
-from amp_core.data.prepare import NUM_CROP_UNIFORMS, random_crop, to_floats
+from amp_core.data.prepare import NUM_CROP_UNIFORMS, normalise, random_crop, to_floats
 
 VOID = 255
 """Ignored pixels of a mask."""
@@ -32,13 +32,8 @@ Batch = tuple[Tensor, Tensor]
 Numbers, Pixels = NDArray[np.float64], NDArray[np.uint8]
 
 
-def normalised(pixels: Tensor) -> Tensor:
-    """Map pixels from [0, 1] to [-2, 2], in place."""
-    return pixels.sub_(0.5).mul_(4)
-
-
-PIXELS = {"divide_by": 255, "mean": [0.5], "std": [0.25]}
-"""What `normalised` does, for the metadata of an exported network."""
+PIXELS: dict[str, Any] = {"divide_by": 255, "mean": [0.5], "std": [0.25]}
+"""How they become numbers from -2 to 2; also for the metadata of an exported network."""
 
 
 # --- digits on photographs --------------------------------------------------------------------------------------------
@@ -86,7 +81,8 @@ class DigitScenes:
         masks = np.zeros((len(keys), 1, self.size, self.size), dtype=np.uint8)
         for row in range(len(keys)):
             self._draw(u[row], ink[row], scenes[row], masks[row, 0])
-        return normalised(torch.from_numpy(scenes).permute(0, 3, 1, 2).contiguous()), torch.from_numpy(masks)
+        images = torch.from_numpy(scenes).permute(0, 3, 1, 2).contiguous()
+        return normalise(images, PIXELS["mean"], PIXELS["std"]), torch.from_numpy(masks)
 
     def _ink(self, u: Numbers) -> NDArray[np.float32]:
         digits = self.digits[(len(self.digits) * u[:, 0]).astype(np.int64)]
@@ -203,7 +199,8 @@ class MaskFiles:
         for row, index in enumerate(indices):
             image, mask = (os.fsdecode(bytes(path)) for path in self.pairs[index])
             self._read(image, mask, u[row], pixels[row], masks[row])
-        return normalised(to_floats(pixels, self.size)), torch.from_numpy(masks)
+        images = to_floats(pixels, self.size)
+        return normalise(images, PIXELS["mean"], PIXELS["std"]), torch.from_numpy(masks)
 
     def _read(self, image_path: str, mask_path: str, u: Numbers, pixels: Pixels, masks: Pixels) -> None:
         from PIL import Image

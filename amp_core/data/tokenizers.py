@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,24 +143,16 @@ def _template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 def _num_bytes(content: dict[str, Any], vocabulary: dict[str, int], vocab_size: int) -> Tensor:
     """By the decoder: of ByteLevel a letter is a byte; else `<0x0A>` is one, and the signs of word pieces are none."""
-    decoders = {kind.get("type") for kind in _parts(content.get("decoder"))}
+    is_byte_level = '"ByteLevel"' in json.dumps(content.get("decoder"))  # also one of a sequence
     added = {each["id"]: each for each in content.get("added_tokens", ())}
     counts = np.zeros(vocab_size, dtype=np.int64)
     for token, number in vocabulary.items():
         if number in added:
             counts[number] = 0 if added[number].get("special") else len(token.encode())
-        elif "ByteLevel" in decoders:
+        elif is_byte_level:
             counts[number] = len(token)
         elif re.fullmatch("<0x[0-9A-F]{2}>", token):
             counts[number] = 1
         else:
             counts[number] = len(token.removeprefix("##").replace("\u2581", " ").encode())
     return torch.from_numpy(counts)
-
-
-def _parts(node: Any) -> Iterator[dict[str, Any]]:
-    """A part of a pipeline and those inside of a Sequence."""
-    if isinstance(node, dict):
-        yield node
-        for each in node.get("decoders", ()):
-            yield from _parts(each)

@@ -405,14 +405,12 @@ class Doctor:
         """Make islands inside the context. Yields the names of those that could be made."""
         with contextlib.ExitStack() as stack:
             made = []
-            for name in dict.fromkeys(map(self._called, names)):
+            # An nn.MultiheadAttention uses its submodules' weights directly: it is the island, not they.
+            whole = [next((each for each in self._attentions if f"{n}.".startswith(f"{each}.")), n) for n in names]
+            for name in dict.fromkeys(whole):
                 with contextlib.suppress(ValueError):  # a patched or compiled forward would bypass the island
                     made += [name] if stack.enter_context(as_islands(self._modules[name])) else []
             yield made
-
-    def _called(self, name: str) -> str:
-        """The module itself, or the nn.MultiheadAttention around it, which uses its submodules' weights directly."""
-        return next((each for each in self._attentions if f"{name}.".startswith(f"{each}.")), name)
 
 
 def doctor_of(loop: Loop) -> Doctor:
