@@ -37,7 +37,7 @@ class Chats:
     def __init__(self, folder: Path) -> None:
         self._ids = np.memmap(folder / "ids.bin", "<u4", "r")
         self._is_trained = np.memmap(folder / "trained.bin", "?", "r")
-        ends = np.load(folder / "ends.npy", allow_pickle=False)
+        ends = np.lib.format.open_memmap(folder / "ends.npy", mode="r")
         self._begins = np.concatenate([[0], ends[:-1]])
         self.sizes = ends - self._begins
 

@@ -287,10 +287,8 @@ def _stored(cfg: DataConfig, seed: int, channels: int | None) -> Data:
         index = _index_tars if cfg.name == "shards" else _index_parquet
         about = (cfg.name, 1, sorted(named_columns(cfg).items()), stamps(files))
         folder = cached(about, lambda folder: index(files, own, folder))
-        labels, classes = (
-            np.load(folder / "labels.npy", allow_pickle=False),
-            json.loads((folder / "classes.json").read_text()),
-        )
+        labels = np.array(np.lib.format.open_memmap(folder / "labels.npy", mode="r"))
+        classes = json.loads((folder / "classes.json").read_text())
         return Places(folder, files if cfg.name == "shards" else None, root), labels, classes
 
     return _data(cfg, seed, read)
