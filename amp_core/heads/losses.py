@@ -61,10 +61,8 @@ class LossHead(nn.Linear):
 def give_loss(head: nn.Linear, chunk: int) -> None:
     """Make a network's last layer compute the loss of `chunk` tokens at a time, in place: names and weights stay.
 
-    In layout=fsdp its weights are gathered in fp32, and in amp=fp8 it multiplies in bfloat16.
-
-    Raises:
-        ValueError: the layer's class is not `nn.Linear`.
+    In layout=fsdp its weights are gathered in fp32, and in amp=fp8 it multiplies in bfloat16. ValueError: the layer's
+    class is not `nn.Linear`.
     """
     if type(head) is not nn.Linear:
         raise ValueError(

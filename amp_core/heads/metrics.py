@@ -44,8 +44,7 @@ def metrics_of(names: Sequence[str], outputs: Tensor, targets: Tensor, *, is_cla
         outputs: [N, K]: numbers, or logits: of K classes, or of K labels where `targets` is [N, K].
         targets: numbers [N, K]; classes int64 [N], or [N, K] of 0 and 1.
 
-    Raises:
-        ConfigError: a metric is not defined on these targets.
+    ConfigError: a metric is not defined on these targets.
     """
     if not is_classes:
         return {name: _numeric(name, outputs, targets) for name in names}

@@ -76,8 +76,7 @@ class PartialFC:
         centres: all rows of this rank, float32 [stop - start, embedding].
         start, stop: the classes of this rank.
 
-    Raises:
-        ValueError: a value out of range.
+    ValueError: a value out of range.
     """
 
     def __init__(

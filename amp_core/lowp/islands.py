@@ -142,10 +142,8 @@ def carry_autocast(fn: Callable[P, R]) -> Callable[P, R]:
 
     Carries for CPU and CUDA whether autocast is on and its dtype, and whether it caches weights; not the grad mode,
     which is thread-local too. Threads that share weights must use the same dtype or disable the cache: torch has one
-    cache of cast weights for all threads and dtypes.
-
-    Raises:
-        TypeError: `fn` is a generator or coroutine function: its body runs after the call, outside the region.
+    cache of cast weights for all threads and dtypes. TypeError: `fn` is a generator or coroutine function: its body
+    runs after the call, outside the region.
     """
     _refuse_deferred(fn)
     states = [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in _DEVICE_TYPES]

@@ -76,21 +76,12 @@ class Adam16(torch.optim.Optimizer):
         whole = torch.cat(lows).float()
         moments = [part.as_strided(p.shape, p.stride()) for part, p in zip(whole.split(sizes), params * 2, strict=True)]
         steps = [state["step"] for state in states]
-        adam(
-            params,
-            [p.grad for p in params],  # type: ignore[misc]
-            moments[: len(params)],
-            moments[len(params) :],
-            [],
-            steps,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            **{key: group[key] for key in ("fused", "lr", "eps", "weight_decay", "decoupled_weight_decay")},
-            grad_scale=getattr(self, "grad_scale", None),  # set by `Amp.step` and by torch's GradScaler
-            found_inf=getattr(self, "found_inf", None),
-            amsgrad=False,
-            maximize=False,
-        )
+        settings = {key: group[key] for key in ("fused", "lr", "eps", "weight_decay", "decoupled_weight_decay")}
+        # Set by `Amp.step` and by torch's GradScaler.
+        settings |= {key: getattr(self, key, None) for key in ("grad_scale", "found_inf")}
+        settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
+        grads, num = [p.grad for p in params], len(params)
+        adam(params, grads, moments[:num], moments[num:], [], steps, **settings)  # type: ignore[arg-type]
         # Each of up to 4096 buckets has its own noise; with the same one, rounding errors would be correlated.
         noise = noise_16bit(whole.numel(), steps[0].to(torch.int64) * 4096 + number)
         foreach_copy_(lows, list(round_stochastically(whole, noise).split(sizes)))

@@ -129,21 +129,20 @@ def compile_parts(net: nn.Module, compiler: Compiler, *, whole: bool = False) ->
     return len(parts)
 
 
-class _Brief(logging.Filter):
-    """Shortens the tracer's messages from pages per frame to one sentence."""
+def _brief() -> Callable[[logging.LogRecord], bool]:
+    """A filter that shortens the tracer's messages, pages per frame, to one sentence."""
+    said: list[str] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._said = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
+    def keep(record: logging.LogRecord) -> bool:
         problem = record.exc_info[1] if record.exc_info else None
         if record.levelno < logging.WARNING or problem is None:
             return True
-        if not self._said:
-            self._said = True
-            logger.warning("torch.compile cannot trace a block, running it eagerly: %s", _sentence(problem))
+        if not said:
+            said.append(_sentence(problem))
+            logger.warning("torch.compile cannot trace a block, running it eagerly: %s", *said)
         return False
+
+    return keep
 
 
 def _sentence(problem: BaseException) -> str:
@@ -162,7 +161,7 @@ def allow_graphs() -> Iterator[None]:
         accumulated_recompile_limit=max(MOST_GRAPHS, limits.accumulated_recompile_limit),
         suppress_errors=True,  # fall back where tracing fails, as where compiling does
     ):
-        tracer, brief = logging.getLogger("torch._dynamo.convert_frame"), _Brief()
+        tracer, brief = logging.getLogger("torch._dynamo.convert_frame"), _brief()
         tracer.addFilter(brief)
         try:
             yield

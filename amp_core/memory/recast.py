@@ -15,25 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_core.torch_private import base_of, is_missing, version_of
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Placeholder for a view of a cast weight."""
-
-    weight: Tensor
-    version: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
 
 
 class Recast:
@@ -52,20 +39,21 @@ class Recast:
         # A weight that is cast twice has nodes in between, and a copy with other strides is a different tensor.
         if weight is None or weight not in self._weights or weight.stride() != copy.stride():
             return tensor
-        return _Copy(
-            weight, version_of(weight), copy.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        )
+        version, dtype, view = version_of(weight), copy.dtype, (tensor.size(), tensor.stride(), tensor.storage_offset())
+
+        def again() -> Tensor:
+            if version_of(weight) != version:
+                raise RuntimeError(
+                    f"a weight of {tuple(weight.shape)} was changed between the forward and the backward pass that "
+                    f"casts it again; step afterwards, or use perf.recast_weights=false"
+                )
+            return weight.detach().to(dtype).as_strided(*view)
+
+        return again
 
     def unpack(self, kept: Any) -> Tensor:
         """The tensor again. RuntimeError: the weight has changed since."""
-        if not isinstance(kept, _Copy):
-            return kept
-        if version_of(kept.weight) != kept.version:
-            raise RuntimeError(
-                f"a weight of {tuple(kept.weight.shape)} was changed between the forward and the backward pass that "
-                f"casts it again; step afterwards, or use perf.recast_weights=false"
-            )
-        return kept.weight.detach().to(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
+        return kept if isinstance(kept, Tensor) else kept()
 
     def hooks(self) -> contextlib.AbstractContextManager[Any]:
         """Around forward passes. Of nested hooks for saved tensors only the innermost act."""

@@ -21,9 +21,7 @@ def weight_groups(cfg: OptimizerConfig, nets: Iterable[nn.Module]) -> list[dict[
 
     A weight has the settings of the first group that matches its name, or a module that it is in. With a layer decay d
     the rate of layer n of N, from the input, is lr * d^(N - n) (Clark et al., arXiv:2003.10555).
-
-    Raises:
-        ConfigError: a group matches no weight.
+    ConfigError: a group matches no weight.
     """
     given, nets = cfg.groups or [], [unwrap(net) for net in nets]
     found: dict[Any, dict[str, Any]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from amp_core.config.errors import ConfigError
 from amp_core.config.schema import AmpConfig
 from amp_core.tensors import UNTESTED_DEVICES, is_there
 
+_allow_in_convolutions = functools.partial(setattr, torch.backends.cudnn, "allow_tf32")
 _before: dict[Callable[[Any], None], Any] = {}
 """Functions that set TF32, and what was set before the first change."""
 
@@ -60,7 +62,3 @@ def set_tf32(precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
     # Convolutions use TF32 by default, which would not be `fp32`.
     _allow_in_convolutions(precision != "highest")
-
-
-def _allow_in_convolutions(allow: bool) -> None:
-    torch.backends.cudnn.allow_tf32 = allow
