@@ -73,17 +73,9 @@ def want_all(entry: Entry) -> tuple[Span, bool]:
 
 
 def encode(entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    """The table as JSON."""
-    return [
-        {
-            "places": [list(path) for path in entry.paths],
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "dim": entry.dim,
-            "pieces": [[shard.start, shard.stop, shard.file] for shard in entry.shards],
-        }
-        for entry in entries
-    ]
+    """The table for JSON, which makes lists of tuples."""
+    rows = ((e.paths, NAMES[e.dtype], e.shape, e.dim, [(s.start, s.stop, s.file) for s in e.shards]) for e in entries)
+    return [dict(zip(("places", "dtype", "shape", "dim", "pieces"), row, strict=True)) for row in rows]
 
 
 def decode(table: Any) -> list[Entry]:

@@ -93,15 +93,11 @@ class Placement:
             self._mesh = self._mesh or build_mesh(device, world_size, layout.shard_size)
             net = shard_for(amp, net, self._mesh, layout.gather_dtype and getattr(torch, layout.gather_dtype))
         elif not amp.weights:  # 16-bit gradients are summed in fp32, by amp.step
-            net = wrap_ddp(
-                net,
-                None if layout.name == "model_parallel" else device,
-                # The order of two addends does not matter; on a GPU only deterministic=true makes steps repeatable.
-                exact=world_size > 2 and (device.type == "cpu" or self._cfg.deterministic),
-                static_graph=layout.static_graph,
-                bucket_mb=layout.bucket_mb,
-                compress=layout.compress is not None,
-            )
+            # The order of two addends does not matter; on a GPU only deterministic=true makes steps repeatable.
+            exact = world_size > 2 and (device.type == "cpu" or self._cfg.deterministic)
+            options: dict[str, Any] = {"static_graph": layout.static_graph, "bucket_mb": layout.bucket_mb}
+            where = None if layout.name == "model_parallel" else device
+            net = wrap_ddp(net, where, exact=exact, compress=layout.compress is not None, **options)
         if layout.shard_optimizer:
             share_state(net)
         return net

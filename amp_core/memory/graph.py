@@ -59,25 +59,20 @@ def why_not_capturable(
     devices: Sequence[torch.device], layout: LayoutConfig, world_size: int, optimizers: Sequence[torch.optim.Optimizer]
 ) -> str | None:
     """Why the steps of a run cannot be captured, as far as known before the first step, or None."""
-    if devices[0].type != "cuda":
-        return f"CUDA graphs are for GPUs, this is a {devices[0].type}"
-    if _pytree is None:
-        return "this torch has no torch.utils._pytree"
-    if layout.name in SHARDED and world_size > 1:
-        return f"layout={layout.name} gathers and frees weights from Python"
-    if len(devices) > 1:
-        return f"layout={layout.name} computes on several devices from threads"
-    if layout.shard_optimizer and world_size > 1:
-        return "layout.shard_optimizer gathers weights from Python"
-    return unfit(optimizers)
+    reasons = {
+        f"CUDA graphs are for GPUs, this is a {devices[0].type}": devices[0].type != "cuda",
+        "this torch has no torch.utils._pytree": _pytree is None,
+        f"layout={layout.name} gathers and frees weights from Python": layout.name in SHARDED and world_size > 1,
+        f"layout={layout.name} computes on several devices from threads": len(devices) > 1,
+        "layout.shard_optimizer gathers weights from Python": layout.shard_optimizer and world_size > 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None) or unfit(optimizers)
 
 
 def unfit(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
     """Why an optimizer's steps need the host to decide, or None."""
-    for optimizer in optimizers:
-        if not can_skip_on_device(optimizer):
-            return f"{type(optimizer).__name__} is not fused, so the host decides whether a step is taken"
-    return None
+    names = (type(each).__name__ for each in optimizers if not can_skip_on_device(each))
+    return next((f"{name} is not fused, so the host decides whether a step is taken" for name in names), None)
 
 
 class CudaGraphStep:

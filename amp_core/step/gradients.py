@@ -127,12 +127,10 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 
 def as_scalar(loss: Tensor) -> Tensor:
     """A loss of one element as a 0-d tensor. ValueError: it has more."""
-    if loss.numel() != 1:
-        raise ValueError(
-            f"amp.backward: the loss has the shape {list(loss.shape)}, expected a scalar; reduce it, as by "
-            f"loss.mean(), or pass a gradient of its shape"
-        )
-    return loss.reshape(())
+    if loss.numel() == 1:
+        return loss.reshape(())
+    expected = "expected a scalar; reduce it, as by loss.mean(), or pass a gradient of its shape"
+    raise ValueError(f"amp.backward: the loss has the shape {list(loss.shape)}, {expected}")
 
 
 def zero_or_nan(loss: Tensor, like: Tensor) -> Tensor:
