@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (11_304, "base lowp step memory layouts checkpoints heads"),
+    "library": (11_306, "base lowp step memory layouts checkpoints heads"),
     "doctor": (3_937, "doctor"),
     "program": (17_087, "config run cli data models train.py"),
     "amp_tools": (4_455, "amp_tools"),
@@ -40,7 +40,7 @@ TESTS_TO_CODE = 0.820
 MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_127, 2_709
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
-MOST_LINES_OF_PATH = 567
+MOST_LINES_OF_PATH = 569
 """Lines of the functions that one fp16 step goes through, at most."""
 
 ABOUT = {

@@ -172,5 +172,7 @@ class WindowState:
                 dist.all_reduce(bad, op=dist.ReduceOp.MAX)
             self.outcomes.append((bad, bad))
         # There is one scale: an overflow of any optimizer lowers it, and several lower it once.
-        columns = zip(*self.outcomes, strict=True)
-        return tuple(functools.reduce(torch.maximum, column) for column in columns) or None  # type: ignore[return-value]
+        if len(self.outcomes) > 1:
+            overflow, skipped = (functools.reduce(torch.maximum, column) for column in zip(*self.outcomes, strict=True))
+            return overflow, skipped
+        return self.outcomes[0] if self.outcomes else None
