@@ -194,6 +194,7 @@ BAD = [
     (config("StepLR"), "step_size"),
     (config("OneCycleLR"), "momentum"),
     (config("StepLR", step_size=3, gamm=1.0), "schedule.options.gamm: StepLR has no such option"),
+    (config("StepLR", step_size=3, gamma=-0.5), "StepLR gives rates that are negative or not finite"),
 ]
 
 
