@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from amp_core.cli.command import program
-from amp_core.config.errors import ConfigError
+from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.options import load_own, own_files
 
 RECIPES = {
@@ -43,37 +42,33 @@ if sys.argv[0] == "-m" and (_asked := sys.orig_argv[sys.orig_argv.index("-m") + 
     sys.exit(2)
 
 
-def names() -> list[str]:
-    """All recipes, ours and others'."""
-    return sorted({**RECIPES, **_own()})
-
-
 def find(name: str) -> Any:
     """The module of a recipe.
 
     Raises:
-        ConfigError: the file of somebody's own is no recipe.
+        ConfigError: there is none, or the file of somebody's own is no recipe.
     """
     if name in RECIPES:
         return importlib.import_module(RECIPES[name])
-    _own()
+    if name not in (own := _own()):
+        raise ConfigError(f"recipe.name={name}: there is no such recipe. {suggest(name, sorted({**RECIPES, **own}))}")
     return load_own("recipe", name, ("Knobs", "DATA", "MODELS", "run"))
 
 
-def runner(name: str) -> Callable[[Any, Any], dict[str, float]]:
-    """The `run` of a recipe, watched by the doctor."""
+def run(cfg: Any, env: Any) -> dict[str, float]:
+    """Run a configuration by its recipe, watched by the doctor."""
+    if cfg.data.check:
+        from amp_core.run.check import check
 
-    def run(cfg: Any, env: Any) -> dict[str, float]:
-        from amp_core.doctor.watch import doctor
+        return check(env)
+    from amp_core.doctor.watch import doctor
 
-        env.doctor = doctor
-        if cfg.task != "train":
-            from amp_core.run.predict import with_data
+    env.doctor = doctor
+    if cfg.task != "train":
+        from amp_core.run.predict import with_data
 
-            cfg = with_data(cfg)
-        return find(name).run(cfg, env)
-
-    return run
+        cfg = with_data(cfg)
+    return find(cfg.recipe["name"]).run(cfg, env)
 
 
 def _own() -> dict[str, Path]:

@@ -17,14 +17,14 @@ if __name__ == "__main__":
 
 from amp_core.config.redact import mask_what_python_prints
 from amp_core.run.launch import work
-from recipes import runner
+from recipes import run
 
 
 def main() -> None:
     gc.freeze()
     gc.enable()
     mask_what_python_prints()
-    code = work(Path(sys.argv[1]), runner)
+    code = work(Path(sys.argv[1]), run)
     sys.stdout.flush()
     sys.stderr.flush()
     # gloo's threads sometimes abort at exit; all work is done and written.

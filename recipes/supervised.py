@@ -37,9 +37,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core import Amp, Clip, MicroBatch, StepReport, sync_grads
+from amp_core.config.checks import targets_of
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import Config, DataConfig, RecipeConfig, expected
-from amp_core.config.tables import targets_of
 from amp_core.data import Data
 from amp_core.data.base import evenly_spread
 from amp_core.heads.metrics import check_metrics, metrics_of

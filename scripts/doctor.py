@@ -33,18 +33,17 @@ _OF_MANY_RANKS += ("layout.compress", "layout.shard_optimizer")
 
 def visit(overrides: list[str], driver: Any) -> int:
     """Build a recipe and let `driver(loop, count)` yield the windows that it computes. Returns an exit code."""
-    from amp_core.run.environment import Job
-    from amp_core.run.launch import in_process
+    from amp_core.run.process import in_process
     from recipes import find
 
     overrides = [text for text in overrides if not text.startswith(_OF_MANY_RANKS)]
-    cfg, notes = checked([*overrides, "dry_run=true"])
+    job = checked([*overrides, "dry_run=true"])
 
     def visited(cfg: Any, env: Any) -> Any:
         env.driver = driver
         return find(cfg.recipe["name"]).run(cfg, env)
 
-    outcome = in_process(Job(cfg, None, overrides, sys.argv, notes), visited)
+    outcome = in_process(job, visited)
     if outcome.error:
         complain(outcome.error)
     return outcome.exit_code

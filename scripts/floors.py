@@ -25,19 +25,19 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (11_306, "base lowp step memory layouts checkpoints heads"),
     "doctor": (3_937, "doctor"),
-    "program": (17_087, "config run cli data models train.py"),
+    "program": (16_728, "config run cli data models train.py"),
     "amp_tools": (4_455, "amp_tools"),
-    "scripts": (5_843, "scripts"),
+    "scripts": (5_800, "scripts"),
     "amp_plugins": (1_126, "amp_plugins"),
     "amp_conformance": (2_875, "amp_conformance"),
 }
 """Lines at most, of floors (in `ABOUT`) and of what lies beside the core. The library half is what a loop without this
 program imports, the program half what a run of train.py needs besides."""
 
-TESTS_TO_CODE = 0.820
+TESTS_TO_CODE = 0.850
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_129, 2_711
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_038, 2_681
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 569

@@ -19,13 +19,14 @@ MOST_LINES, LONGEST = 40, 8192
 
 _ABOVE = Path(__file__).resolve().parents[2]
 _IS_CHECKOUT = (_ABOVE / "train.py").is_file()
+TRAIN = _ABOVE / ("" if _IS_CHECKOUT else "amp_recipes") / "train.py"
 
 
 def main() -> None:
     """Run train.py as a program, so that what it sets up before it imports anything holds here, too."""
     if _IS_CHECKOUT:
         sys.path.insert(0, str(_ABOVE))  # Hydra finds our sweeper in it
-    runpy.run_path(str(_ABOVE / ("" if _IS_CHECKOUT else "amp_recipes") / "train.py"), run_name="__main__")
+    runpy.run_path(str(TRAIN), run_name="__main__")
 
 
 def program() -> str:

@@ -7,6 +7,7 @@ one `ConfigError`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import dataclasses
@@ -14,12 +15,14 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra import main as hydra_main
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Glob, IntervalSweep
@@ -43,12 +46,13 @@ from amp_core.cli.overrides import (
 from amp_core.cli.run_folders import check_length, environment_of, source_of, stored_config
 from amp_core.cli.words import HYDRA
 from amp_core.config.errors import ConfigError, suggest
-from amp_core.config.files import kind_of, why_not_yaml
+from amp_core.config.files import kind_of
 from amp_core.config.options import CONFIG_DIR, choices, conf_dir, config_dirs
 from amp_core.config.parse import fill_in
 from amp_core.config.redact import items_of, secrets_in
 from amp_core.config.rules import differences, flatten
 from amp_core.config.schema import Config
+from amp_core.run.terminal import say
 
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """What Hydra may make: its own and installed launchers and sweepers."""
@@ -92,8 +96,6 @@ def check_config_dirs() -> None:
         for file in (*folder.glob("*/*.yaml"), *folder.glob("recipe/*.py")):
             if not file.is_file():
                 raise ConfigError(f"{file}: is {kind_of(file)}, expected a file")
-            if file.suffix == ".yaml" and folder != conf_dir() and (problem := why_not_yaml(file)):
-                raise ConfigError(f"{file}: {problem}")
             other = first.setdefault(f"{file.parent.name}/{file.name}", file)
             if other != file:
                 raise ConfigError(f"{file}: has the name of {other}; rename yours")
@@ -255,8 +257,14 @@ def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, An
     if "experiment" in values:
         raise ConfigError(f"experiment={chosen['experiment']}: the file has to begin with the line # @package _global_")
     flat = _check_values(values)
-    for group in FREE:
-        _drop_options_of_another(group, read_once(group, chosen[group], tuple(config_dirs())), values, typed)
+    for (
+        group
+    ) in FREE:  # schedule.name=StepLR alone leaves the options of warmup_cosine, which were not typed, in its file
+        node, file = values[group], read_once(group, chosen[group], tuple(config_dirs()))
+        if isinstance(node, dict) and isinstance(node.get("options"), dict) and node.get("name") != file["name"]:
+            for key, value in file["options"].items():
+                if f"{group}.options.{key}" not in typed and node["options"].get(key) == value:
+                    del node["options"][key]
     library, colon, _ = read_once("model", chosen["model"], tuple(config_dirs())).get("name", "").partition(":")
     if colon and (name := flatten(values).get("model.name")) and not str(name).startswith(f"{library}:"):
         values["model"]["name"] = f"{library}:{name}"  # model=timm model.name=resnet18 is timm's, not torchvision's
@@ -275,15 +283,6 @@ def _check_values(values: dict[str, Any]) -> dict[str, Any]:
     if problems := [p for key in PATHS if (p := check_length(key, flat.get(key)))]:
         raise ConfigError(problems)
     return flat
-
-
-def _drop_options_of_another(group: str, file: dict[str, Any], values: dict[str, Any], typed: set[str]) -> None:
-    """`schedule.name=StepLR` alone leaves the options of warmup_cosine, which were not typed, in its file."""
-    node = values[group]
-    if isinstance(node, dict) and isinstance(node.get("options"), dict) and node.get("name") != file["name"]:
-        for key, value in file["options"].items():
-            if f"{group}.options.{key}" not in typed and node["options"].get(key) == value:
-                del node["options"][key]
 
 
 def _find_target(values: Any) -> str | None:
@@ -318,6 +317,8 @@ def one_line(problem: BaseException) -> str:
 class Sweep:
     """What a sweep will do, as far as it is known before the start."""
 
+    overrides: list[str]
+    """In the form that Hydra takes."""
     dir: str
     sweeper: str
     """The option of hydra/sweeper."""
@@ -373,7 +374,7 @@ def sweep_of(overrides: list[str]) -> Sweep:
     num_parallel = parallel_jobs(launcher, config["launcher"])
     if sweeper == "basic" and launcher != "basic" and num_parallel is not None:
         num_parallel = min(num_parallel or len(jobs), len(jobs))
-    return Sweep(sweep_dir, sweeper, jobs, num_parallel)
+    return Sweep(overrides, sweep_dir, sweeper, jobs, num_parallel)
 
 
 def parallel_jobs(launcher: str, settings: Mapping[str, Any]) -> int | None:
@@ -383,3 +384,29 @@ def parallel_jobs(launcher: str, settings: Mapping[str, Any]) -> int | None:
             raise ConfigError("hydra.launcher.n_jobs=0: expected a number above 0, or -1 for all cores")
         return num_jobs if num_jobs > 0 else max(1, num_cores() + 1 + num_jobs)
     return {"basic": 1, "submitit_local": 0}.get(launcher)
+
+
+def hand_over(arguments: list[str], task: Callable[[Any], Any]) -> None:
+    """Hydra's own program, which calls `task` for each job of a sweep; flags stand before `--`."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hand exceptions on instead of printing them
+    # The first one is the program whose arguments are completed.
+    sys.argv = [sys.argv[0] if program().endswith(".py") else program(), *arguments, *search_path()]
+    hydra_main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)()
+
+
+def show(arguments: list[str], flags: argparse.Namespace, task: Callable[[Any], Any]) -> None:
+    """Answer flags that ask for the configuration, or what Hydra answers by itself."""
+    sound, problems = check_overrides(flags.overrides if flags.cfg or flags.info else [], multirun=False)
+    if problems:
+        raise ConfigError(problems)
+    if flags.cfg == "job":
+        values: Any = OmegaConf.create(compose(sound, to_show=True))
+        if flags.package not in (None, "_global_", "") and (values := OmegaConf.select(values, flags.package)) is None:
+            raise ConfigError(f"--package={flags.package}: there is no such key. {suggest(flags.package, groups())}")
+        say(OmegaConf.to_yaml(values).rstrip() if OmegaConf.is_config(values) else str(values))
+        return
+    asked = [argument for argument in arguments if argument not in flags.overrides and argument != "--"]
+    try:  # it finds no flags behind overrides
+        hand_over([*asked, "--", *(flags.overrides if flags.shell_completion else sound)], task)
+    except Exception as problem:
+        raise ConfigError(f"{' '.join(arguments)}: {one_line(problem)}") from problem

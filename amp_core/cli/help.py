@@ -81,7 +81,6 @@ def _screen() -> str:
 
 
 def _defaults() -> dict[str, str]:
-    """Each group with its default option."""
     text = (conf_dir() / "config.yaml").read_text()
     return dict(re.findall(r"^  - (?:optional )?(\w+): (\w+)$", text, re.MULTILINE))
 
@@ -117,7 +116,8 @@ def _group(group: str, default: str) -> str:
     lines = [f"{group}=", ""]
     for option in choices(group):
         shown = f"[{option}]" if option == default else option
-        lines.append(f"  {shown:<26}{_first_comment(option_file(group, option))}".rstrip())
+        comments = re.findall(r"^#\s*(?!@package)(\S.*)", option_file(group, option).read_text(), re.MULTILINE)
+        lines.append(f"  {shown:<26}{comments[0] if comments else ''}".rstrip())
     kind = get_type_hints(Config).get(group)
     if kind is not None and dataclasses.is_dataclass(kind):
         lines += ["", "Keys:", ""]
@@ -129,12 +129,6 @@ def _group(group: str, default: str) -> str:
     if group == "recipe":
         lines += ["", "The keys of a recipe: --help recipe=gan, and the head of recipes/gan.py."]
     return "\n".join(lines)
-
-
-def _first_comment(path: Path) -> str:
-    comments = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
-    said = [line for line in comments if line and not line.startswith("@package")]
-    return said[0] if said else ""
 
 
 def _keys(kind: Any, prefix: str) -> list[tuple[str, str, str]]:

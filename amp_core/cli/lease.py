@@ -43,14 +43,8 @@ def lease(
     """Take `count` of the devices, waiting for them as long as others have them.
 
     Waiting jobs queue: the first takes what becomes free until it has enough. So jobs that need several devices
-    neither block each other with a part of them nor starve behind those that need one.
-
-    Args:
-        count: how many.
-        devices: their names, the same for all who share them.
-        folder: where the locks are, on this machine.
-        waiting: called once, when there is something to wait for.
-        given_up: asked while waiting; true raises InterruptedError.
+    neither block each other with a part of them nor starve behind those that need one. `waiting` is called once, when
+    there is something to wait for; `given_up` is asked while waiting, and true raises InterruptedError.
     """
     if count > len(devices):
         raise ValueError(f"{count} devices asked for, and there are {len(devices)}: {', '.join(devices)}")
@@ -66,12 +60,11 @@ def lease(
             file = os.open(folder / re.sub(r"[^\w.-]", "_", name), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except OSError as problem:
                 os.close(file)
+                if not isinstance(problem, BlockingIOError):  # this file system has no locks
+                    raise
                 return None
-            except OSError:  # this file system has no locks
-                os.close(file)
-                raise
             stack.callback(os.close, file)
             return file
 
@@ -118,7 +111,4 @@ def gpus_of(cfg: Config, num_gpus: int) -> int:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -42,7 +42,6 @@ Problems = Callable[[list[str]], list[str]]
 
 
 def groups() -> list[str]:
-    """The config groups of settings."""
     folders = (folder.name for folder in conf_dir().iterdir() if folder.is_dir())
     return sorted(name for name in folders if name[0] not in "._" and name not in ("hydra", "experiment"))
 
@@ -78,8 +77,6 @@ def check_overrides(
     sound: list[str] = []
     problems: list[str] = []
     unknown: list[Override] = []
-    sign = list(overrides).index("=") if "=" in overrides else len(overrides) + 1
-    spaced = overrides[max(0, sign - 1) : sign + 2]
     overrides, told = _joined(overrides, multirun)
     problems += told
     for text in overrides:
@@ -104,11 +101,7 @@ def check_overrides(
             )
         ):
             override = parse_override(quoted(path[1], os.path.expanduser(path[3])))
-        if text in spaced:  # the key, the sign and the value of `key = value`
-            if text == "=":
-                problems.append(f"{' '.join(spaced)}: has spaces; write key=value without them")
-            continue
-        if (override is None or not override.key_or_group) and (meant := _meant_by(text, multirun, problems_of)):
+        if (override is None or not override.key_or_group) and (meant := _meant_by(text)):
             problems.append(f"{text}: expected key=value. {meant}")
             continue
         if override is None or not override.key_or_group:
@@ -133,8 +126,12 @@ def _joined(overrides: Sequence[str], multirun: bool) -> tuple[list[str], list[s
     rest, problems, words = [], [], list(overrides)
     is_name = {*typed_keys(), *groups(), *TASKS, "help", "h"}.__contains__
     while words:
+        if words[1:2] == ["="]:
+            problems.append(f"{' '.join(words[:3])}: has spaces; write key=value without them")
+            words = words[3:]
+            continue
         text, after = words[0], [*itertools.takewhile(lambda word: "=" not in word and not is_name(word), words[1:])]
-        if text[-1:] == "=" or after[:1] == ["="] or not after:
+        if text[-1:] == "=" or not after:
             rest.append(words.pop(0))
             continue
         whole = " ".join([text, *after])
@@ -156,7 +153,7 @@ def _joined(overrides: Sequence[str], multirun: bool) -> tuple[list[str], list[s
     return rest, problems
 
 
-def _meant_by(text: str, multirun: bool, problems_of: Problems | None) -> str:
+def _meant_by(text: str) -> str:
     """What a word without a value was meant for."""
     if text in groups():
         return f"Valid: {', '.join(f'{text}={option}' for option in choices(text)[:3])}, ...; see --help {text}"
@@ -252,20 +249,15 @@ def _name_in_torch(group: str, word: str) -> str | None:
     """What to type for the name in torch or torchvision that an option was mistaken for, or why that cannot be."""
     if word in MEANT.get(group, {}) or any(word in (option.lower(), *option.split("_")) for option in choices(group)):
         return None
-    if group == "model":
+    if group == "model":  # to refuse something may take a while
         from amp_core.models.images import CLASSIFIERS
 
         known, refused = CLASSIFIERS.names(), {}
-    elif group == "optimizer":  # to refuse something may take a while
-        from amp_core.step.optimizers import REFUSED as refused
-        from amp_core.step.optimizers import available
-
-        known = [*available(), *refused]
     else:
-        from amp_core.step.schedule import REFUSED as refused
-        from amp_core.step.schedule import available
+        from amp_core.step import optimizers, schedule
 
-        known = [*available(), *refused]
+        module = optimizers if group == "optimizer" else schedule
+        known, refused = [*module.available(), *module.REFUSED], module.REFUSED
     same = [name for name in known if name.lower() in (word, f"{word}lr")]
     near = same or [name for name in known if len(word) > 2 and word in name.lower()]
     near.sort(key=lambda name: not name.lower().startswith(word))
@@ -287,7 +279,6 @@ def _without(group: str) -> str | None:
 
 
 def _off(key: str) -> str:
-    """How to switch a key or a group off."""
     if key in groups() and (option := _without(key)):
         return f"use {key}={option}"
     return f"use {key}=null" if type(None) in get_args(typed_keys().get(key)) else "leave it out"
@@ -366,7 +357,8 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
     near.sort(key=lambda other: -difflib.SequenceMatcher(None, key.lower(), other.lower()).ratio())
     yield from ([f"{other}={typed}"] for other in near)
     # amp.max_skips: some words of one key of this group; or resume.path: a value taken for a group.
-    longer = [other for other in known if other.rpartition(".")[0] == head and _has_words(_parts(other), _parts(key))]
+    of_group = {other: iter(_parts(other)) for other in known if other.rpartition(".")[0] == head}
+    longer = [other for other, rest in of_group.items() if all(word in rest for word in _parts(key))]  # in this order
     yield from ([f"{other}={typed}"] for other in longer[: len(longer) == 1])
     yield [f"{head}={typed}"] if head in known else []
     options = [target for target in targets if target.endswith(".options")]
@@ -375,12 +367,6 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
 
 def _parts(key: str) -> list[str]:
     return re.split("[._]", key)
-
-
-def _has_words(long: list[str], short: list[str]) -> bool:
-    """Whether all words of the one are in the other, in this order."""
-    rest = iter(long)
-    return all(word in rest for word in short)
 
 
 def _tried(text: str, sound: list[str], before: list[str], problems_of: Problems | None) -> list[str] | None:
@@ -425,7 +411,6 @@ def num_values(override: Override) -> float:
 
 
 def is_whole_range(override: Override) -> bool:
-    """Whether this is a range of integers."""
     value: Any = override.value()
     return isinstance(value, RangeSweep) and isinstance(value.range(), range)
 

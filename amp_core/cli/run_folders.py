@@ -34,39 +34,48 @@ CONSTANT = ".jobs/constant"
 
 
 def choose_run_dir(cfg: Config) -> str | None:
-    """The run folder of a single run; None for what writes nothing. Creates nothing. ConfigError: it cannot be."""
-    if cfg.task in ("evaluate", "export") or (cfg.dry_run and (cfg.run_dir is None or cfg.task != "train")):
+    """The run folder of a single run; None: it needs none. Creates nothing. ConfigError: it cannot be."""
+    is_free = cfg.dry_run and (cfg.run_dir is None or cfg.task != "train")
+    if is_free or cfg.data.check or cfg.task in ("evaluate", "export"):
         return None
     if cfg.resume == "last" and cfg.task == "train":
         return last_unfinished(cfg)
     run_dir = cfg.run_dir if cfg.run_dir is not None else fresh_run_dir(cfg.recipe["name"])
     if problem := check_place("run_dir", run_dir):
         raise ConfigError(problem)
-    if cfg.run_dir is not None:
-        check_run_dir(run_dir, cfg)
-    return None if cfg.dry_run else run_dir
+    return run_dir
 
 
-def check_run_dir(run_dir: str, cfg: Config) -> None:
-    """Raises ConfigError unless a run with these settings may write to a folder that may already hold one."""
-    folder = Path(run_dir)
+def check_run_dir(run_dir: str, cfg: Config) -> bool:
+    """Whether a folder holds a finished run with exactly these settings.
+
+    ConfigError: a run with these settings may not write there.
+    """
+    folder, values = Path(run_dir), cfg.to_dict()
     if problems := list(_check_names(folder)):
         raise ConfigError([f"run_dir={run_dir}: {problem}" for problem in problems])
-    nodes = cfg.layout.nodes
     # One of several machines has the lock; a returning machine finds it taken by its own run.
-    if is_locked(folder) and (nodes is None or nodes[1] == 1):
+    if is_locked(folder) and cfg.layout.nodes in (None, (1, 1)):
         raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")
-    stored = stored_config(folder)
-    if stored is None or cfg.task == "predict" or not holds_checkpoint(folder):
-        return
+    if (stored := stored_config(folder)) is None:
+        return False
+    if status_of(folder) == "finished" and not differences(stored, values, but=_FREE):
+        return True
+    if cfg.task == "predict" or not holds_checkpoint(folder):
+        return False
     if cfg.resume == "never":
         raise ConfigError(f"resume=never: {run_dir} holds a run already; choose another run_dir, or resume=auto")
-    changed = differences(stored, cfg.to_dict())
+    changed = differences(stored, values)
     if changed and not cfg.allow_changes:
         raise ConfigError(
             [f"{change} (run_dir={run_dir} was begun with the first)" for change in changed]
             + [f"allow_changes=false: use allow_changes=true to go on with the new settings{_resuming(folder)}"]
         )
+    return False
+
+
+_FREE = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "eval.at_start"}
+"""Settings with which a finished run would be the same."""
 
 
 def environment_of(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -157,14 +166,6 @@ def _is_left(path: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
         return path.name == ".lock" and re.fullmatch(rb"(process [0-9]+ on .*)?", read_bytes(path)) is not None
     return False
-
-
-def is_finished(run_dir: str, cfg: Config) -> bool:
-    """Whether the folder holds a finished run with exactly these settings."""
-    stored = stored_config(run_dir)
-    free = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "resume"}
-    free |= {"eval.at_start"}
-    return stored is not None and status_of(run_dir) == "finished" and not differences(stored, cfg.to_dict(), but=free)
 
 
 def summary_of(run_dir: str | os.PathLike[str]) -> dict[str, Any]:

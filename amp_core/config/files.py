@@ -23,8 +23,6 @@ SMALL_FILE = 1 << 20
 """Bytes; a summary has 2 KB, a configuration 5 KB."""
 YAML_FILE = 1 << 18
 """The YAML parser reads about 250 KB per second."""
-OWN_YAML_FILE = 1 << 16
-"""A user's options and experiments, which Hydra reads; ours have at most 5 KB."""
 _CHUNK = 1 << 26  # macOS refuses to write 2 GiB at once
 _LEFT = re.compile(r"\.tmp-(?:(?:old-)?step_[0-9]{8,}-([0-9]+)|([0-9]+)-[0-9a-f]{16})")
 """Temporary folders of checkpoints and temporary files, with the process that made them."""
@@ -42,7 +40,6 @@ def kind_of(path: Path) -> str:
 
 
 def holds_checkpoint(run_dir: str | os.PathLike[str]) -> bool:
-    """Whether a run has saved a checkpoint, sound or not."""
     return any(Path(run_dir).glob("checkpoints/step_*"))
 
 
@@ -105,33 +102,6 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def why_not_yaml(path: Path) -> str | None:
-    """Why a user's YAML file is not read by Hydra; None: it is small, also when its anchors are unfolded."""
-    sizes: dict[int, int] = {}
-
-    def size(node: Any) -> int:
-        """Nodes; those behind an alias count once per use."""
-        if id(node) not in sizes:
-            sizes[id(node)] = OWN_YAML_FILE + 1  # of an alias of what it is in
-            inside = node.value if isinstance(node.value, list) else ()
-            sizes[id(node)] = 1 + sum(
-                sum(map(size, each)) if isinstance(each, tuple) else size(each) for each in inside
-            )
-        return sizes[id(node)]
-
-    try:
-        text = read_bytes(path, OWN_YAML_FILE).decode(errors="replace")
-        if "*" in text and (node := node_of_yaml(text)) is not None and size(node) > OWN_YAML_FILE:
-            return "its anchors unfold to more than any configuration holds; write the values themselves"
-    except (OSError, ValueError) as problem:
-        return f"cannot be read: {getattr(problem, 'strerror', None) or problem}"
-    except RecursionError:
-        return "is nested too deeply"
-    except Exception:  # the parser raises many kinds, which Hydra reports with their place
-        return None
-    return None
-
-
 def read_yaml(path: str | os.PathLike[str]) -> Any:
     """The plain data of a YAML file. Raises as `read_text` and `parse_own_yaml`."""
     return parse_own_yaml(read_text(path, YAML_FILE))
@@ -150,11 +120,6 @@ def parse_own_yaml(text: str) -> Any:
 def parse_yaml(text: str) -> Any:
     """Plain data of YAML text; nothing is resolved, nothing executed. A damaged text raises the parser's own kinds."""
     return _loader()(text).get_single_data()
-
-
-def node_of_yaml(text: str) -> Any:
-    """The tree of YAML text, in which an alias is the node that it stands for; None for an empty text."""
-    return _loader()(text).get_single_node()
 
 
 @functools.cache
@@ -232,7 +197,6 @@ def write_file(path: Path, *data: bytes | bytearray | memoryview) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk."""
     with opened(folder) as descriptor:
         try:
             os.fsync(descriptor)

@@ -13,12 +13,9 @@ MOST_STEPS = 10**8
 
 
 def is_length(value: object) -> bool:
-    parts = str(value).split()
-    if len(parts) != 2 or parts[1] not in ("step", "steps", "epoch", "epochs", "sample", "samples"):
-        return False
-    whole = parts[1].startswith("step")
-    is_number = re.fullmatch(r"[0-9]+" if whole else r"[0-9]+(\.[0-9]*)?(e[0-9]+)?", parts[0]) is not None
-    return is_number and 0 < float(parts[0]) < math.inf
+    number = r"[0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?"
+    found = re.fullmatch(rf"([0-9]+)\s+steps?|({number})\s+(?:epoch|sample)s?", str(value).strip())
+    return found is not None and 0 < float(found[1] or found[2]) < math.inf
 
 
 def num_steps(

@@ -15,7 +15,6 @@ from amp_core.config.options import choices
 
 
 def describe(kind: Any) -> str:
-    """A type as text for the user."""
     origin = get_origin(kind)
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))

@@ -1,4 +1,4 @@
-"""Other processes of this machine."""
+"""Other processes of this machine, and who started this one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import contextlib
 import os
 import subprocess
 from pathlib import Path
+
+LAUNCHER = "AMP_RECIPES_LAUNCHER"
+"""Environment variable of our workers: the process id of their launcher. Workers of torchrun take their
+parent's, before the import of torch, which takes seconds."""
+launcher = int(os.environ.get(LAUNCHER) or (os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0))
+
+
+def launched() -> bool:
+    """Whether this process is one of several started by torchrun or by torch's elastic agent."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def is_stopped(pid: int) -> bool:

@@ -13,7 +13,7 @@ from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.lengths import MOST_STEPS, is_length
 from amp_core.config.options import choices, read_option
 from amp_core.config.parse import parse, show_value
-from amp_core.config.schema import ONE_PROCESS, SHARDED, WHOLE_MATRICES, AmpConfig, ClipConfig, Config, scale_cap
+from amp_core.config.schema import ONE_PROCESS, SHARDED, WHOLE_MATRICES, AmpConfig, Config, scale_cap
 
 SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale", "max_scale_per_sample")
 SCALE_KEYS += ("min_scale", "dynamic", "hysteresis", "consecutive_hysteresis", "retry")
@@ -126,28 +126,29 @@ _OF_FORMATS = {
 """Keys of formats below 16 bits: whether they need a value, and the formats in which they have an effect."""
 
 
-_OF_CLIP = {"max_norm": "norm", "max_value": "value", "factor": "adaptive", "folded": "norm"}
-"""Keys of clip, and the one in which they have an effect."""
-
-
-def _check_clip(clip: ClipConfig) -> Iterator[str]:
-    for key, owner in _OF_CLIP.items():
-        value = getattr(clip, key)
-        if value is None and clip.name == owner:
-            needed = "true or false" if key == "folded" else "a number; use clip=none to switch clipping off"
-            yield f"clip.{key}=null: clip={clip.name} needs {needed}"
-        elif value is not None and clip.name not in (owner, None):
-            shown = show_value(value) if key == "folded" else f"{value:g}"
-            yield f"clip.{key}={shown}: has no effect with clip={clip.name}; use clip={owner}"
-
-
-_OF_LAYOUT = {
-    "num_stages": ("model_parallel", "a number of devices, such as 2"),
-    "shard_size": ("hsdp", "ranks per replica, such as 8; or use layout=fsdp"),
-    "bucket_mb": ("ddp", "a size in MiB, such as 25"),
-    **dict.fromkeys(("static_graph", "compress", "shard_optimizer"), ("ddp", None)),
+_OWNERS = {
+    "clip.max_norm": ("norm", "a number; use clip=none to switch clipping off"),
+    "clip.max_value": ("value", "a number; use clip=none to switch clipping off"),
+    "clip.factor": ("adaptive", "a number; use clip=none to switch clipping off"),
+    "clip.folded": ("norm", "true or false"),
+    "layout.num_stages": ("model_parallel", "a number of devices, such as 2"),
+    "layout.shard_size": ("hsdp", "ranks per replica, such as 8; or use layout=fsdp"),
+    "layout.bucket_mb": ("ddp", "a size in MiB, such as 25"),
+    **dict.fromkeys(("layout.static_graph", "layout.compress", "layout.shard_optimizer"), ("ddp", None)),
 }
-"""Keys of the layout, the one in which they have an effect, and what they need to be there; None: nothing."""
+"""Keys of a group, the option in which they have an effect, and what they need to be there; None: nothing."""
+
+
+def _check_owners(cfg: Config) -> Iterator[str]:
+    for path, (owner, needed) in _OWNERS.items():
+        group, _, key = path.partition(".")
+        value, option = getattr(getattr(cfg, group), key), getattr(cfg, group).name
+        is_off = value is None or (value is False and needed is None)
+        if value is None and needed and option == owner:
+            yield f"{path}=null: {group}={owner} needs {needed}"
+        elif not is_off and option not in (owner, None):
+            shown = f"{value:g}" if isinstance(value, float) else show_value(value)
+            yield f"{path}={shown}: has no effect with {group}={option}; use {group}={owner}"
 
 
 def _check_layout(cfg: Config) -> Iterator[str]:
@@ -157,12 +158,6 @@ def _check_layout(cfg: Config) -> Iterator[str]:
     nodes = layout.nodes
     if nodes is None:
         yield f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2'
-    for key, (owner, needed) in _OF_LAYOUT.items():
-        value = getattr(layout, key)
-        if value is None and needed and layout.name == owner:
-            yield f"layout.{key}=null: layout={owner} needs {needed}"
-        elif value not in (None, False) and layout.name != owner:
-            yield f"layout.{key}={show_value(value)}: has no effect with layout={layout.name}; use layout={owner}"
     if cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
         yield (
             f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which would share compiled "
@@ -179,12 +174,11 @@ def _check_layout(cfg: Config) -> Iterator[str]:
     elif layout.gather_dtype is not None:
         yield f"layout.gather_dtype={layout.gather_dtype}: has no effect with layout={layout.name}; use layout=fsdp"
     if layout.name in ONE_PROCESS:
-        for key, default in (("nproc_per_node", None), ("nnodes", 1), ("rdzv_endpoint", None), ("rdzv_id", None)):
+        alone = {"nproc_per_node": None, "nnodes": 1, "rdzv_endpoint": None, "rdzv_id": None, "max_restarts": 0}
+        for key, default in alone.items():
             value = getattr(layout, key)
             if value != default and not (key == "nproc_per_node" and value == 1):
                 yield f"layout.{key}={value}: layout={layout.name} is one process on one machine; use layout=ddp"
-        if (layout.max_restarts or 0) > 0:
-            yield f"layout.max_restarts={layout.max_restarts}: has no effect with layout={layout.name}; use layout=ddp"
     elif nodes is not None and nodes[1] > 1:
         for key in ("rdzv_endpoint", "rdzv_id"):
             if getattr(layout, key) is None:
@@ -253,7 +247,7 @@ def _check_run(cfg: Config) -> Iterator[str]:
         yield from _without_copies(cfg)
     if (inject := cfg.debug.inject) is not None and cfg.layout.name in ONE_PROCESS and (inject.rank or 0) > 0:
         yield f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0"
-    if cfg.resume not in ("auto", "last", "never", None) and not Path(cfg.resume).exists():
+    if cfg.origin is not None and not Path(cfg.origin).exists():
         yield (
             f"resume={cfg.resume}: there is no such file or folder. {suggest(cfg.resume, ('auto', 'last', 'never'))} "
             f"Or the folder of a run or of a checkpoint"
@@ -341,7 +335,6 @@ def _check_inject_value(values: Any) -> Any:
 
 
 def key_of(problem: str) -> str:
-    """The full key of a problem."""
     return re.split(r"[=:]", problem, maxsplit=1)[0]
 
 
@@ -365,7 +358,7 @@ def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
     found: list[str] = []
     groups = (cfg.amp, cfg.clip, cfg.layout, cfg.model, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.log)
     if None not in (*groups, cfg.eval, cfg.export, cfg.perf, cfg.checkpoint, cfg.doctor, cfg.debug):
-        found += [*_check_amp(cfg.amp), *_check_clip(cfg.clip), *_check_layout(cfg), *_check_run(cfg)]
+        found += [*_check_amp(cfg.amp), *_check_owners(cfg), *_check_layout(cfg), *_check_run(cfg)]
     told = {key_of(problem) for problem in found}
     found += [problem for problem in _check_ranges(flatten(cfg.to_dict())) if key_of(problem) not in told]
     return cfg, problems + [problem for problem in found if key_of(problem) not in reported], broken

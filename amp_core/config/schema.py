@@ -150,8 +150,6 @@ SHARDED = ("fsdp", "hsdp")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The network."""
-
     name: str
     """One of our own, or for classification any classification model of `torchvision.models`."""
     options: dict[str, Any]
@@ -166,8 +164,6 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The data set."""
-
     name: str
     """Name of the data set; `amp_core/config/checks.py` lists the keys that each one takes."""
     path: str | None
@@ -238,8 +234,6 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer."""
-
     name: str
     """Any class of `torch.optim` for dense gradients without a closure, `AdamW8bit` of torchao, or `<module>.<Class>`
     of an installed package, such as `schedulefree.AdamWScheduleFree`."""
@@ -282,8 +276,6 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """EMA of the weights."""
-
     decay: float | None
     """Weight of the old average per taken step; null: off."""
     warmup: bool
@@ -292,8 +284,6 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluation."""
-
     samples: int | None
     """Evaluate at most this many samples, evenly spread over the evaluation data; null: all of them."""
     at_start: bool
@@ -339,8 +329,6 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class PerfConfig:
-    """Options for speed and memory."""
-
     name: str
     channels_last: bool
     """Keep images and convolutions in NHWC memory order."""
@@ -367,8 +355,6 @@ class PerfConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How checkpoints are stored."""
-
     name: Literal["single", "sharded"]
     """single: one state.pt; sharded: each rank writes its shards, for models that do not fit one host."""
     keep: int
@@ -432,8 +418,6 @@ def expected(knobs: RecipeConfig, **rules: tuple[bool, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run."""
-
     recipe: dict[str, Any]
     """The recipe's name and its own settings; each recipe documents and checks its own."""
     amp: AmpConfig
@@ -489,6 +473,10 @@ class Config:
     dry_run: bool
     """Show what would run, and exit."""
 
+    @property
+    def origin(self) -> str | None:
+        """The run or checkpoint that `resume` names."""
+        return None if self.resume in ("auto", "last", "never", None) else self.resume
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, strings and numbers."""
         return dataclasses.asdict(self)

@@ -59,7 +59,7 @@ class Data:
     tokenizer: Tokenizer | None = None
     """What its ids mean; None: it has none, or they are not known."""
     classes: Sequence[str] = ()
-    """Names of the classes by number, where not those of folders."""
+    """Names of the classes by number, if they have names."""
     state: Any = None
     """A part of the checkpoint, such as statistics of the training part; None: there is none."""
 

@@ -363,7 +363,7 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
             raise ConfigError(f"data.path={cfg.path}: {name}: no images in {', '.join(empty)}")
         return files
 
-    return chosen.finish(data_of(part("train", cfg.augment), part("val", False)))
+    return replace(chosen.finish(data_of(part("train", cfg.augment), part("val", False))), classes=classes)
 
 
 def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:

@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from amp_core.config.checks import SHIPPED, table_file, targets_of
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import visible
 from amp_core.config.schema import Config, DataConfig
 from amp_core.config.sources import package_folder
-from amp_core.config.tables import SHIPPED, table_file, targets_of
 from amp_core.data.base import Data, Key, every_fifth, mixed, unpack
 from amp_core.data.columns import Column, read
 from amp_core.data.stored import files_of

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -20,19 +17,30 @@ from amp_core.config.schema import DataConfig
 from amp_core.config.sources import excluded_names
 from amp_core.data import build_data
 from amp_core.data.base import Dataset, Key
-from amp_core.data.loading import Batches, bounded_waits
+from amp_core.data.loading import Batches, GaveUp
+from amp_core.run.environment import Environment
 from amp_core.run.lines import write_text
-from amp_core.run.terminal import say
+from amp_core.run.stop import TIME_LIMIT, exit_code_of
+from amp_core.run.terminal import complain, say
 
 LIST = "bad_samples.txt"
 _HEAD = "# Samples that cannot be read, for data.exclude: a name a line; after a tab why.\n"
 _BATCH = 16
 
 
-def check_samples(cfg: DataConfig, *, progress: bool = True) -> None:
-    """Read every sample of both parts once, as a run does but without augmentation.
+def check(env: Environment) -> dict[str, float]:
+    """data.check=true: the whole of a run. Interrupted: it was asked to stop, and nothing is written."""
+    log = env.cfg.log
+    try:
+        check_samples(env.cfg.data, env.stop.is_asked, progress=log.progress and not log.quiet)
+    except GaveUp:
+        complain(message := "data.check: interrupted; nothing was written")
+        raise Interrupted(message, exit_code_of(env.stop.code), env.stop.code != TIME_LIMIT) from None
+    return {}
 
-    Reads by `num_workers` processes, at most one per core.
+
+def check_samples(cfg: DataConfig, is_asked: Callable[[], bool] = lambda: False, *, progress: bool = True) -> None:
+    """Read every sample of both parts once, as a run does but without augmentation.
 
     Prints each sample that cannot be read, and writes `LIST` in the present folder, with the names that
     `data.exclude` holds already.
@@ -41,28 +49,28 @@ def check_samples(cfg: DataConfig, *, progress: bool = True) -> None:
         ConfigError: some cannot be read; the message has their number.
         SaveError: the list cannot be written.
         RunError: a process died, or waits for longer than `timeout_minutes`; the message names its samples.
-        Interrupted: SIGINT or SIGTERM; all processes have ended, and nothing is written.
+        GaveUp: `is_asked` was true between two batches; all processes have ended.
     """
     if cfg.name == "own":
         raise ConfigError("data.check=true: data=own is made by its recipe; it checks the other data sets")
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     bad = list[tuple[str, str]]()
-    with _interruptible(), bounded_waits(cfg.timeout_minutes, lambda: False, 1):
-        data = build_data(replace(cfg, augment=False, prepare_on="loader"), seed=0)
-        for note in data.notes:
-            say(note)
-        parts = {"training": data.train, "evaluation": data.eval}
-        total = sum(map(len, parts.values()))
-        with tqdm(total=total, unit=" samples", disable=not (progress and sys.stderr.isatty()), leave=False) as bar:
-            for part, dataset in parts.items():
-                name_of = getattr(dataset, "name_of", lambda index, part=part: f"{part} sample {index}")
-                for found in _read(dataset, max(1, min(cfg.num_workers, num_cores))):
-                    named = [(name_of(index), problem) for index, problem in found if problem]
-                    if named:
-                        bar.clear()
-                        say("\n".join(visible(f"{name}: {problem}") for name, problem in named))
-                    bad += named
-                    bar.update(len(found))
+    data = build_data(replace(cfg, augment=False, prepare_on="loader"), seed=0)
+    for note in data.notes:
+        say(note)
+    parts = {"training": data.train, "evaluation": data.eval}
+    total = sum(map(len, parts.values()))
+    with tqdm(total=total, unit=" samples", disable=not (progress and sys.stderr.isatty()), leave=False) as bar:
+        for part, dataset in parts.items():
+            name_of = getattr(dataset, "name_of", lambda index, part=part: f"{part} sample {index}")
+            for found in _read(dataset, max(1, cfg.num_workers)):
+                named = [(name_of(index), problem) for index, problem in found if problem]
+                if named:
+                    bar.clear()
+                    say("\n".join(visible(f"{name}: {problem}") for name, problem in named))
+                bad += named
+                bar.update(len(found))
+                if is_asked():
+                    raise GaveUp
     if not bad:
         say(f"data={cfg.name}: all {total:,} samples can be read")
         return
@@ -97,29 +105,6 @@ def _read(dataset: Dataset, num_workers: int) -> Iterator[list[tuple[int, str | 
     keys = ([(i, 0) for i in range(k, min(k + _BATCH, len(dataset)))] for k in range(0, len(dataset), _BATCH))
     with Batches(_Tried(dataset), keys, num_workers=num_workers) as batches:
         yield from batches
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Within, signals raise an exception, so that child processes are ended first."""
-    asked: list[int] = []
-
-    def stop(number: int, frame: Any) -> None:
-        asked.append(number)
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Interrupted("data.check: interrupted; nothing was written", 128 + asked[0], True) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _write(exclude: str | None, bad: Sequence[tuple[str, str]]) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import random
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +22,12 @@ from torch import Tensor, nn
 
 from amp_core.config.errors import STATUS, RunError
 from amp_core.config.lengths import num_steps
-from amp_core.config.schema import Config
 from amp_core.data.base import Dataset, Spread
 from amp_core.data.loading import EvalLoader, to_device
 from amp_core.tensors import UNTESTED_DEVICES
 
 if TYPE_CHECKING:
+    from amp_core.config.job import Job
     from amp_core.doctor.statistics import Statistics
     from amp_core.doctor.watch import Watch
     from amp_core.layouts.placement import Placement
@@ -39,32 +37,6 @@ if TYPE_CHECKING:
 
 Driver = Callable[[Any, Callable[[Any], Tensor] | None], Iterator[Any]]
 """(loop, count) -> windows, for tools that look at a recipe instead of training it."""
-
-
-@dataclass
-class Job:
-    """A checked configuration and where it runs. Composed once; other processes get it as JSON."""
-
-    cfg: Config
-    run_dir: str | None
-    """None: nothing is written (dry run, evaluation of a checkpoint)."""
-    overrides: list[str] = field(default_factory=list)
-    command: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """Warnings found before the start."""
-
-    def dumps(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def loads(cls, text: str) -> Job:
-        from amp_core.config.parse import parse  # in other processes only
-
-        values = json.loads(text)
-        problems: list[str] = []
-        job = cls(**values | {"cfg": parse(Config, values["cfg"], "", problems)})
-        assert not problems, problems  # the configuration was checked before it was written
-        return job
 
 
 class Environment:
@@ -85,7 +57,7 @@ class Environment:
         self.placement: Placement
         self.stop: Stop
         self.folder: RunFolder
-        self.host_group: dist.ProcessGroup | None = None
+        self.host_group = self.new_host_group()
         self.started = time.monotonic()
         self.summary: dict[str, Any] = {}
         self.nets: list[tuple[str, nn.Module]] = []

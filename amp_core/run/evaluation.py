@@ -103,7 +103,6 @@ class _Stopped(Exception):
 
 
 def spell(metrics: dict[str, float]) -> str:
-    """Metrics in a line of the log."""
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 

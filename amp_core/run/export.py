@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from amp_core.checkpoints import folders, shards
+from amp_core.checkpoints import folders
 from amp_core.config.errors import SaveError
-from amp_core.config.files import remove, remove_leftovers, sync_folder, write_file
+from amp_core.config.files import remove, remove_leftovers, sync_folder
 from amp_core.config.rules import place_of
 from amp_core.models.adapters import adapters, merged
 from amp_core.run import graph_files, hf_folder
@@ -20,7 +20,7 @@ from amp_core.run.terminal import say
 from amp_core.tensors import full_copy, is_sharded, unwrap
 
 
-def export(loop: Any, notes: list[str]) -> None:
+def export(loop: Any) -> None:
     """The whole of task=export, for the network of a loop, or its average. Collective; rank 0 writes.
 
     Raises:
@@ -40,29 +40,26 @@ def export(loop: Any, notes: list[str]) -> None:
         temporary = target.parent / f".tmp-{os.getpid()}-{os.urandom(8).hex()}"
         try:
             with loop.evaluation.averaged():
-                more = _FORMATS[cfg.export.to](loop, net, temporary)
-            _sync(temporary)
-            _rename(temporary, target)
+                if cfg.export.to == "peft":
+                    more = hf_folder.write_adapter(loop, net, temporary)
+                elif cfg.export.to == "safetensors":
+                    more = hf_folder.write_safetensors(weights_of(net), temporary)
+                else:
+                    more = _FORMATS[cfg.export.to](loop, net, weights_of(net), temporary)
+            for path in [*temporary.rglob("*"), temporary]:
+                with path.open("rb") if path.is_file() else contextlib.nullcontext() as file:
+                    sync_folder(path) if file is None else os.fsync(file.fileno())
+            if os.path.lexists(target):  # since the check before the start
+                raise SaveError(f"export.path={target}: is there already; choose another name")
+            os.rename(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 remove(temporary)
             raise
         sync_folder(target.parent)
     of = "" if loop.ema is None else " of the averages"
-    for note in [*notes, *more, f"exported step {loop.step}{of}, fp32: {place_of(cfg)}"]:
+    for note in [*more, f"exported step {loop.step}{of}, fp32: {place_of(cfg)}"]:
         say(note)
-
-
-def _sync(place: Path) -> None:
-    for path in [*place.rglob("*"), place]:
-        with path.open("rb") if path.is_file() else contextlib.nullcontext() as file:
-            sync_folder(path) if file is None else os.fsync(file.fileno())
-
-
-def _rename(temporary: Path, target: Path) -> None:
-    if os.path.lexists(target):  # since the check before the start
-        raise SaveError(f"export.path={target}: is there already; choose another name")
-    os.rename(temporary, target)
 
 
 def weights_of(net: nn.Module) -> dict[str, Tensor]:
@@ -74,30 +71,9 @@ def weights_of(net: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _safetensors(loop: Any, net: nn.Module, target: Path) -> list[str]:
-    state = weights_of(net)
-    head = shards.head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items())
-    write_file(target, head, *map(shards.buffer_of, state.values()))
-    return []
-
-
-def _hf(loop: Any, net: nn.Module, target: Path) -> list[str]:
-    return hf_folder.write(loop, net, weights_of(net), target)
-
-
-def _pt2(loop: Any, net: nn.Module, target: Path) -> list[str]:
-    return graph_files.write_pt2(loop, net, weights_of(net), target)
-
-
-def _onnx(loop: Any, net: nn.Module, target: Path) -> list[str]:
-    return graph_files.write_onnx(loop, net, weights_of(net), target)
-
-
-_FORMATS: dict[str, Callable[[Any, nn.Module, Path], list[str]]] = {
-    "hf": _hf,
-    "onnx": _onnx,
-    "peft": hf_folder.write_adapter,
-    "pt2": _pt2,
-    "safetensors": _safetensors,
+_FORMATS: dict[str, Callable[[Any, nn.Module, dict[str, Tensor], Path], list[str]]] = {
+    "hf": hf_folder.write,
+    "onnx": graph_files.write_onnx,
+    "pt2": graph_files.write_pt2,
 }
 """By `export.to` what writes a new file or folder, and returns notes."""

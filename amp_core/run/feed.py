@@ -103,12 +103,10 @@ class Feed:
             start_sample=start,
         )
 
-    def _next(self, batches: Iterator[Any], start: int) -> list[MicroBatch]:
+    def _next(self, loaded: Iterator[Any], start: int) -> list[MicroBatch]:
         if self.data.finish is not None:
             self._env.seed_step(-1 - start)  # for what it draws; steps are seeded by numbers from 0 on
-        return self._window(list(itertools.islice(batches, self.accumulation)))
-
-    def _window(self, batches: list[Any]) -> list[MicroBatch]:
+        batches = list(itertools.islice(loaded, self.accumulation))
         weights: list[float | Tensor] = [self._cfg.batch_size / self.samples_per_step] * len(batches)
         if self.count is not None:
             weights = microbatch_weights([self.count(batch) for batch in batches])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from amp_core.config.files import read_bytes
 from amp_core.config.kinds import KINDS
 from amp_core.data.base import uniforms
 from amp_core.data.chat import rendered_prompts
-from amp_core.data.tokenizers import Tokenizer
 from amp_core.models.gpt import GPT, Block, KeyCache
 from amp_core.models.timm_and_hf import as_published, is_of_transformers
 from amp_core.run.lines import dumps
@@ -49,13 +48,9 @@ def generate(
 
     Args:
         net: tokens int64 [B, L] to logits [B, L, vocab_size], causal.
-        amp: the mode.
-        prompts: ids, one or more each.
-        num_tokens: new ones at most.
+        prompts: ids, one or more each; `first` is the number of the first one.
         length: tokens that the network sees at most, the last ones; one of transformers sees all it has positions for.
         temperature: divides logits; 0 takes the most likely token.
-        seed: of the random numbers.
-        first: number of the first prompt.
         eos: ends a text, and is not part of it.
     """
     net.eval()
@@ -150,8 +145,12 @@ def answers(loop: Any, net: nn.Module, file: str) -> Iterator[tuple[int, str, bo
     if KINDS.get(cfg.data.name) not in ("text", "tokens", "chat") or tokenizer is None:
         how = "use data.tokenizer=<its folder>" if cfg.data.name == "tokens" else "expected a folder of images"
         raise ConfigError(f"predict_on={file}: data={cfg.data.name} has no tokenizer; {how}")
-    if not (found := _prompts(Path(file), tokenizer)):
+    found = [_read(number, line) for number, line in enumerate(read_bytes(file, _MOST_BYTES).splitlines(), 1)]
+    if not found:
         raise ConfigError(f'predict_on={file}: is empty; expected a line {{"prompt": "def "}} or {{"messages": [...]}}')
+    chats = {number: each.messages for number, each in enumerate(found, 1) if each.messages is not None}
+    for number, text, problem in rendered_prompts(chats, tokenizer, os.stat(file).st_mtime):
+        found[number - 1].text, found[number - 1].problem = text, problem
     texts = [each.text for each in found]
     both = zip(found, tokenizer.encode(texts), tokenizer.encode(texts, special=True), strict=True)
     ids = [plain if each.messages is None else chat for each, plain, chat in both]
@@ -190,14 +189,6 @@ class _Asked:
     text: str = ""
     messages: list[Any] | None = None
     problem: str | None = None
-
-
-def _prompts(file: Path, tokenizer: Tokenizer) -> list[_Asked]:
-    found = [_read(number, line) for number, line in enumerate(read_bytes(file, _MOST_BYTES).splitlines(), 1)]
-    chats = {number: each.messages for number, each in enumerate(found, 1) if each.messages is not None}
-    for number, text, problem in rendered_prompts(chats, tokenizer, file.stat().st_mtime):
-        found[number - 1].text, found[number - 1].problem = text, problem
-    return found
 
 
 def _read(number: int, line: bytes) -> _Asked:

@@ -192,7 +192,8 @@ def compare(loop: Any, net: nn.Module, twin: nn.Module, inputs: dict[str, Tensor
         SaveError: they are further apart.
     """
     known = _outputs(twin, inputs, num)
-    exact = _outputs(copy.deepcopy(twin).double(), {name: _double(each) for name, each in inputs.items()}, num)
+    wide = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
+    exact = _outputs(copy.deepcopy(twin).double(), wide, num)
     apart, bound, largest = 0.0, 0.0, 0.0
     for given in (inputs, {name: tensor[:1] for name, tensor in inputs.items()}):
         for found, expected, reference in zip(run(given), known, exact, strict=True):
@@ -215,7 +216,3 @@ def compare(loop: Any, net: nn.Module, twin: nn.Module, inputs: dict[str, Tensor
         f"compared: at most {apart:.2g} from the network in fp32 (bound {bound:.2g}), which is {in_mode:.2g} from that "
         f"of the run in amp={loop.cfg.amp.name}; outputs up to {largest:.3g}"
     )
-
-
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor

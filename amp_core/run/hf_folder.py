@@ -158,9 +158,14 @@ def write_adapter(loop: Any, net: nn.Module, folder: Path) -> list[str]:
     }
     folder.mkdir()
     write_file(folder / "adapter_config.json", json.dumps(config, indent=2).encode())
-    head = shards.head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
-    write_file(folder / "adapter_model.safetensors", head, *map(shards.buffer_of, tensors.values()))
+    write_safetensors(tensors, folder / "adapter_model.safetensors")
     return _write_tokenizer(loop.data.tokenizer, folder)
+
+
+def write_safetensors(weights: dict[str, Tensor], file: Path) -> list[str]:
+    head = shards.head((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items())
+    write_file(file, head, *map(shards.buffer_of, weights.values()))
+    return []
 
 
 def _write_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,12 @@ def fault(inject: InjectConfig, model: nn.Module, amp: Amp, window: list[MicroBa
         if is_dropped or inject.rank != rank:
             pass
         elif inject.where == "batch":
-            _first_float(window[0].batch).fill_(inject.value)
+            tensor = next((each for each in all_tensors(window[0].batch) if each.is_floating_point()), None)
+            if tensor is None:
+                raise ConfigError(
+                    "debug.inject.where=batch: the batch has no floating-point tensor; use where=gradient"
+                )
+            tensor.fill_(inject.value)
         elif inject.where == "activation":
             layer = next(m for m in net.modules() if any(True for _ in m.parameters(recurse=False)))
             hook = layer.register_forward_hook(lambda m, inputs, output: torch.as_tensor(output) + inject.value)
@@ -51,10 +55,3 @@ class _BadShard(Observer):
         shards = local(grad for param, grad in zip(params, grads, strict=True) if param in self._weights)
         for shard in [shard for shard in shards if shard.numel()][:1]:  # a rank holds nothing of a small one
             shard.fill_(self._value)
-
-
-def _first_float(batch: Any) -> Tensor:
-    for tensor in all_tensors(batch):
-        if tensor.is_floating_point():
-            return tensor
-    raise ConfigError("debug.inject.where=batch: the batch holds no floating-point tensor; use where=gradient")

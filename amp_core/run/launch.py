@@ -13,33 +13,29 @@ import glob
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from amp_core.config import processes
-from amp_core.config.errors import ConfigError, Interrupted, RunError
+from amp_core.config.errors import STATUS, ConfigError
 from amp_core.config.files import read_json
+from amp_core.config.job import Job
+from amp_core.config.processes import LAUNCHER, launched
 from amp_core.config.redact import redact
-from amp_core.config.schema import Config
-from amp_core.data.loading import DIED
-from amp_core.run.environment import Environment, Job, outcome_of
 from amp_core.run.lines import write_json
-from amp_core.run.locks import acquire, lock_folder
-from amp_core.run.preflight import needs_agent, num_processes
-from amp_core.run.process import environment
-from amp_core.run.rendezvous import LAUNCHER, launched, others_start_again, worker_store
-from amp_core.run.stop import SIGNALS, TIME_LIMIT, exit_code_of
+from amp_core.run.locks import lock_folder
+from amp_core.run.process import TWICE, Outcome, Run, in_process, workers_here
+from amp_core.run.rendezvous import others_start_again, worker_stores
+from amp_core.run.stop import SIGNALS, exit_code_of
+from amp_core.run.terminal import complain
 
 SHUTDOWN_SECONDS = 600
 """How long workers may take to finish their step and write a checkpoint after a signal."""
@@ -53,56 +49,33 @@ BEREFT_SECONDS = 5
 CUT_OFF_SECONDS, LOOK_SECONDS = 20.0, 5.0
 """How long the rendezvous endpoint may be silent when no worker is left on this machine, and how often it is probed."""
 
-TWICE = "interrupted twice: stopped immediately; the steps since the last checkpoint are lost"
-
-Run = Callable[[Config, Environment], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    exit_code: int
-    eval: dict[str, float]
-    error: str | None = None
-    """The message for the user; None after success."""
-    signalled: int = 0
-    """The exit code that a signal asked for, also if it came too late for this run: a sweep starts no further job."""
-    is_alone: bool = False
-    """This rank was interrupted at a point where the others may wait for it."""
-
 
 def launch(job: Job, run: Run, worker: list[str]) -> Outcome:
     """Run a job to its end. Never raises for a failing run.
 
     `worker` is the command of a worker, to which the path of the job's file is appended.
     """
-    if launched() or not needs_agent(job.cfg):
-        return in_process(job, run)
-    return _with_agent(job, worker)
+    num_workers = workers_here(job.cfg)
+    if launched() or not num_workers:
+        outcome = in_process(job, run)
+        if launched():
+            _end_rank(outcome)
+        return outcome
+    return _with_agent(job, worker, num_workers)
 
 
-def in_process(job: Job, run: Run) -> Outcome:
-    """Run a job in this process."""
-    try:
-        with environment(job) as env:
-            result = run(env.cfg, env)
-            return Outcome(0, result, signalled=exit_code_of(env.stop.code) if env.stop.code != TIME_LIMIT else 0)
-    except (Exception, KeyboardInterrupt) as problem:
-        code, _ = outcome_of(problem)
-        if isinstance(problem, Interrupted):  # already logged
-            return Outcome(code, {}, signalled=code if problem.by_signal else 0, is_alone=problem.__cause__ is not None)
-        if isinstance(problem, RuntimeError) and "DataLoader worker (pid" in str(problem):
-            # torch's handler of SIGCHLD raises it wherever this process is, such as in a save.
-            problem = RunError(f"{str(problem).strip()} {DIED}")
-        if isinstance(problem, RunError):
-            return Outcome(code, {}, redact(str(problem)))
-        if isinstance(problem, KeyboardInterrupt):
-            return Outcome(code, {}, TWICE, signalled=code, is_alone=True)
-        return Outcome(code, {}, redact(traceback.format_exc()))
+def _end_rank(outcome: Outcome) -> NoReturn:
+    """End this process of torchrun, which shows the first failing rank's traceback; rank 0 says anything else."""
+    if outcome.exit_code == 1:
+        report_failure(outcome.error or "")
+    elif outcome.error and os.environ["RANK"] == "0":
+        complain(outcome.error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(outcome.exit_code)  # the process group's threads sometimes abort at exit; all is done and written
 
 
-def _with_agent(job: Job, worker: list[str]) -> Outcome:
+def _with_agent(job: Job, worker: list[str], nproc: int) -> Outcome:
     # Imported here: it takes a second, which a single process does not need.
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -117,9 +90,8 @@ def _with_agent(job: Job, worker: list[str]) -> Outcome:
     layout = job.cfg.layout
     nodes = layout.nodes
     assert nodes is not None
-    nproc = num_processes(job.cfg)
     several = nodes[1] > 1
-    with _job_folder() as folder, _worker_environ(nproc, several):
+    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, _worker_environ(nproc, several):
         job_file, result_file = Path(folder, "job.json"), Path(folder, "result.json")
         job_file.write_text(job.dumps())
         # An older torch waits 30 seconds.
@@ -149,32 +121,18 @@ def _with_agent(job: Job, worker: list[str]) -> Outcome:
             code = 130 if signals.killed == TWICE else exit_code_of(128 + int(stopped.sigval))
             if outcome is None:
                 said = signals.killed or f"stopped by {signal.Signals(stopped.sigval).name}"
-                outcome = _failed(job, code, "preempted", said)
+                outcome = _failed(job, code, said)
             return dataclasses.replace(outcome, signalled=code)
         except ChildFailedError as failed:
             outcome = _read_result(result_file)
             if outcome is not None and outcome.exit_code:  # a rank ended on purpose, and the others missed it
                 return outcome
-            return _failed(job, 1, "failed", _first_failure(failed))
+            return _failed(job, 1, _first_failure(failed))
         except (RendezvousError, DistError) as lost:
             text = " ".join(str(lost).split()) or type(lost).__name__
-            return _failed(job, 1, "failed", f"the machines do not reach each other at {config.rdzv_endpoint}: {text}")
+            return _failed(job, 1, f"the machines do not reach each other at {config.rdzv_endpoint}: {text}")
         outcome = _read_result(result_file)
-        return outcome or _failed(job, 1, "failed", "the workers ended without a result")
-
-
-@contextlib.contextmanager
-def _job_folder() -> Iterator[str]:
-    """A temporary folder, locked while this launcher lives; those of launchers that were killed are removed."""
-    for old in Path(tempfile.gettempdir()).glob("amp_recipes_*/job.json"):
-        with contextlib.suppress(OSError):
-            if os.lstat(old.parent).st_uid == os.lstat(old).st_uid == os.geteuid() and not processes.with_argument(old):
-                with acquire(old.parent):
-                    shutil.rmtree(old.parent)
-    with tempfile.TemporaryDirectory(prefix="amp_recipes_") as folder, contextlib.ExitStack() as locked:
-        with contextlib.suppress(OSError):  # a file system without locks: no launcher can remove it either
-            locked.enter_context(acquire(Path(folder)))
-        yield folder
+        return outcome or _failed(job, 1, "the workers ended without a result")
 
 
 @contextlib.contextmanager
@@ -274,15 +232,17 @@ class _Signals:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _failed(job: Job, code: int, status: str, message: str) -> Outcome:
+def _failed(job: Job, code: int, message: str) -> Outcome:
     """The workers are dead: writes the end of the run into its summary for them."""
     summary = Path(job.run_dir or "", "summary.json")
     if job.run_dir and summary.is_file():
         # Not while other machines continue the run: they hold the lock.
-        with contextlib.suppress(OSError, ValueError, ConfigError), lock_folder(Path(job.run_dir)):
+        with contextlib.suppress(OSError, ValueError, ConfigError), lock_folder(summary.parent):
             content = read_json(summary)
             if content.get("status") == "running":
-                write_json(summary, content | {"status": status, "exit_code": code, "error": message})
+                write_json(
+                    summary, content | {"status": STATUS.get(code, "failed"), "exit_code": code, "error": message}
+                )
     return Outcome(code, {}, redact(message))
 
 
@@ -327,21 +287,21 @@ def _worker_environ(nproc: int, several: bool) -> Iterator[None]:
             del os.environ[name]
 
 
-def work(job_file: Path, run_of: Callable[[str], Run]) -> int:
-    """The main function of a worker of the agent: runs a file's job by the recipe of its name. Returns its code."""
+def work(job_file: Path, run: Run) -> int:
+    """The main function of a worker of the agent: runs a file's job. Returns its code."""
     result, ended = job_file.with_name("result.json"), job_file.with_name(f"ended.{os.environ['LOCAL_RANK']}")
     ended.unlink(missing_ok=True)
     if int(os.environ["LOCAL_RANK"]) == 0:
         result.unlink(missing_ok=True)  # of workers that were stopped because a machine came or went
     job = Job.loads(job_file.read_text())
     try:
-        worker_store(job.cfg.layout.timeout_minutes)
+        worker_stores(job.cfg.layout.timeout_minutes)
         job = share(job)
     except RuntimeError as lost:  # also a timeout of torch's
         report_failure(f"the ranks did not meet: {lost}")
         return 1
     assert job is not None
-    outcome = in_process(job, run_of(job.cfg.recipe["name"]))
+    outcome = in_process(job, run)
     if outcome.exit_code == 1:
         report_failure(outcome.error or "")
         return 1
@@ -372,12 +332,12 @@ def share(job: Job | None, *, refused: bool = False) -> Job | None:
 
     Where rank 0 `refused` the configuration every rank raises a ConfigError without a message: rank 0 says why.
     """
-    store = worker_store()
+    attempt, everything = worker_stores()
     if os.environ["RANK"] == "0":
-        if job is not None:
-            job.run_dir = store.first("run_dir", job.run_dir or "") or None
-        store.set("job", "refused" if refused else job.dumps() if job else "nothing")
-    text = store.get("job")
+        if job is not None:  # in the folder of the first attempt
+            job.run_dir = everything.compare_set("amp_recipes/run_dir", "", job.run_dir or "").decode() or None
+        attempt.set("job", "refused" if refused else job.dumps() if job else "nothing")
+    text = attempt.get("job").decode()
     if text == "refused":
         raise ConfigError([])
     return None if text == "nothing" else Job.loads(text)

@@ -7,16 +7,15 @@ import io
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from amp_core.config.files import open_file, write_whole
 from amp_core.config.redact import masked
 
-_STEPS = re.compile(rb'\n\{"step": ?(\d{1,15}), *"split"')
-_BLOCK, _MOST_BLANK = 1 << 20, 64
+_LONGEST = 1 << 20
+"""Bytes of a line; more is no line of a run."""
 
 
 def write_json(path: str | os.PathLike[str], content: Any) -> None:
@@ -60,72 +59,36 @@ def numbers_of(prefix: str, value: Any) -> list[tuple[str, float]]:
 def cut_lines(path: Path, last_step: int) -> dict[str, int]:
     """Keep the whole lines up to `last_step`, each (split, step) once. Returns the last step of each split.
 
-    Lines are appended in order, so only the end of the file is read, back to the last block that has nothing to cut.
-    OSError: it is no regular file, ends with much that is no line, or cannot be read or written.
+    OSError: it is no regular file, or cannot be read or written.
     """
     try:
         file = os.fdopen(open_file(path, os.O_RDWR), "r+b")
     except FileNotFoundError:
         return {}
+    last: dict[str, int] = {}
     with file:
-        start, end = _tail(file, last_step)
-        kept: dict[tuple[str, int], bytes] = {}
-        file.seek(start)
-        for line in file.read(end - start).split(b"\n"):
-            key = _key(line)
-            if key is not None and key[1] <= last_step:
-                kept[key] = line + b"\n"
-        content = b"".join(kept.values())
-        file.seek(start)
-        if file.read(len(content)) == content:
-            file.truncate(start + len(content))
-        elif start == 0:
-            write_whole(path, content)
-        else:  # a process killed between the two leaves some lines twice, and the next resume cuts them
-            file.seek(start)
-            file.write(content)
-            file.truncate()
-    return dict(sorted(kept))
+        end, rest = 0, list[bytes]()  # where the first line goes, and what stays behind it
+        for line in iter(lambda: file.readline(_LONGEST), b""):
+            split, step = _key(line)
+            if last.get(split, -1) < step <= last_step:
+                last[split] = step
+                if line.endswith(b"\n") and file.tell() == end + len(line):
+                    end += len(line)
+                else:
+                    rest.append(line.rstrip(b"\n") + b"\n")
+        file.seek(end)
+        file.writelines(rest)  # a process killed after it leaves some lines twice, and the next resume cuts them
+        file.truncate()
+    return last
 
 
-def _tail(file: BinaryIO, last_step: int) -> tuple[int, int]:
-    """Where the last lines begin that are in order and all stay, 0 when there are none, and where those that all go."""
-    end, num_blank = file.seek(0, os.SEEK_END), 0
-    beyond = end
-    while end > 0:
-        start = max(0, end - _BLOCK)
-        file.seek(start)
-        block = file.read(end - start)
-        first = block.find(b"\n") + 1 if start else 0
-        whole = block[first : block.rfind(b"\n") + 1]
-        if end == beyond and _is_beyond(whole, last_step):
-            end = beyond = start + first
-            continue
-        keys = [_key(line) for line in whole.split(b"\n")[:-1]]
-        known = [key for key in keys if key is not None and key[1] <= last_step]
-        steps = [step for _, step in known]
-        if keys and len(set(known)) == len(keys) and steps == sorted(steps):
-            return start + first, beyond
-        num_blank = 0 if any(keys) else num_blank + 1
-        if num_blank == _MOST_BLANK:
-            raise OSError(0, f"has no line of a run in its last {num_blank * _BLOCK >> 20} MiB; move it away")
-        end = start
-    return 0, beyond
-
-
-def _is_beyond(block: bytes, last_step: int) -> bool:
-    """Whether all lines are of steps after the last one; much faster than parsing each."""
-    steps = _STEPS.findall(b"\n" + block)
-    return bool(steps) and len(steps) == block.count(b"\n") and min(map(int, steps)) > last_step
-
-
-def _key(line: bytes) -> tuple[str, int] | None:
-    """(split, step) of a line; None: the line is not ours, or truncated."""
+def _key(line: bytes) -> tuple[str, int]:
+    """(split, step) of a line; step -1: the line is not ours, or truncated."""
     try:
         entry = json.loads(line)
         return str(entry.get("split", "")), int(entry["step"])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None
+        return "", -1
 
 
 class LineFile:

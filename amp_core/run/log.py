@@ -5,12 +5,6 @@ Nothing here stops or stalls training: a full disk, a missing package, an unreac
 On the terminal, messages (`info`) go to stdout, because the results of a run are among them; progress and warnings go
 to stderr. Rank 0 writes everything; the other ranks only send their warnings to stderr.
 
-wandb runs in its own process (this file, started as a script), fed through a pipe that never blocks. In the
-training process it would patch `sys.exit`, hook the interpreter's exit and start threads that forked data loaders
-inherit, and a call that hangs could only be abandoned. A process can be killed, and wandb's service ends with it.
-If training is killed, the process sees the end of its input and finishes the run.
-
-This module does not import torch (`torch.utils.tensorboard` is, when asked for).
 """
 
 from __future__ import annotations
@@ -35,14 +29,8 @@ logger = logging.getLogger("amp_recipes")
 class Log:
     """The reports of one run. While it is open, messages of the logger `amp_recipes` go to train.log and the terminal.
 
-    Args:
-        run_dir: folder of the run.
-        cfg: the outputs besides metrics.jsonl and train.log.
-        rank: above 0 only warnings are passed on and `metrics` and `advance` do nothing.
-        run_config: the whole configuration, for wandb, as is `name`.
-        start_step: the step from which this run resumes; 0 for a fresh start. Later lines of metrics are cut.
-        total_steps: the step at which the run ends.
-        shows_scale: the mode has a loss scale, and progress shows it.
+    On ranks above 0 only warnings are passed on, and `metrics` and `advance` do nothing. `run_config` and `name` are
+    for wandb. Lines of metrics beyond `start_step` are cut; it is 0 for a fresh start.
     """
 
     def __init__(
@@ -70,7 +58,14 @@ class Log:
         if self._is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._handlers.append(FileHandler(run_dir / "train.log", logger.warning))
-        self._open_text()
+        for handler in logger.handlers[:]:  # of a run that died before it could close
+            if isinstance(handler, (TerminalHandler, FileHandler)):
+                logger.removeHandler(handler)
+        self._before = logger.level, logger.propagate
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        for handler in self._handlers:
+            logger.addHandler(handler)
         if not self._is_main:
             return
 
@@ -87,12 +82,8 @@ class Log:
     def metrics(self, metrics: Mapping[str, Any]) -> None:
         """Report the numbers of a step: to metrics.jsonl, the bar and the trackers.
 
-        Steps of a split rise: what is reported again, after a resume or at the end, is left out.
-
-        Args:
-            metrics: `step`, `split` ("train" or "eval") and numbers, also nested; the bar shows `loss`, `lr`,
-                `loss_scale`, `skipped`, `samples_per_second` and a large `data_wait` of train lines. Tensors are read
-                back.
+        They have `step`, `split` ("train" or "eval") and numbers, also nested; tensors are read back. The bar shows a
+        few of train lines. Steps of a split rise: what is reported again, after a resume or at the end, is left out.
         """
         if not self._is_main or self._is_closed:
             return
@@ -176,20 +167,8 @@ class Log:
             self._progress = None
             logger.warning("progress is switched off: %s", error)
 
-    def _open_text(self) -> None:
-        for handler in logger.handlers[:]:  # of a run that died before it could close
-            if isinstance(handler, (TerminalHandler, FileHandler)):
-                logger.removeHandler(handler)
-        self._before = logger.level, logger.propagate
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        for handler in self._handlers:
-            logger.addHandler(handler)
-
 
 class FileHandler(logging.Handler):
-    """train.log."""
-
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         super().__init__()
         self._file = LineFile(path, warn)
@@ -215,15 +194,11 @@ def _open_lines(path: Path, last_step: int) -> tuple[LineFile, dict[str, int]]:
 
 def check_log(cfg: LogConfig) -> list[str]:
     """What is missing for the wanted trackers, one sentence each. Imports nothing."""
-    wanted = {"tensorboard": cfg.tensorboard, "wandb": cfg.wandb}
-    return [
-        f"log={cfg.name} needs the package {package}: pip install 'amp-recipes[{package}]'"
-        for package, is_wanted in wanted.items()
-        if is_wanted and not _is_installed(package)
-    ]
-
-
-def _is_installed(package: str) -> bool:
+    wanted = [name for name in ("tensorboard", "wandb") if getattr(cfg, name)]
     # A folder of that name in the working directory (wandb makes one) is found too, as a namespace without origin.
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
+    specs = {name: importlib.util.find_spec(name) for name in wanted}
+    return [
+        f"log={cfg.name} needs the package {name}: pip install 'amp-recipes[{name}]'"
+        for name, spec in specs.items()
+        if spec is None or spec.origin is None
+    ]

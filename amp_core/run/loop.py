@@ -389,7 +389,6 @@ class Loop:
             logger.warning("%s", problem)
 
     def summarise(self) -> None:
-        """Update the summary of the run."""
         rate, waited = self.clock.overall(self.samples)
         self.env.summary |= {
             "step": self.step,
@@ -445,18 +444,18 @@ def _without_training(loop: Loop, notes: list[str]) -> None:
     from amp_core.run.predict import predict
     from amp_core.run.terminal import say
 
+    for note in notes if loop.env.is_main else ():
+        say(note)
     if loop.cfg.task == "predict":
-        predict(loop, notes)
+        predict(loop)
         return
     if loop.cfg.task == "export":
         from amp_core.run.export import export
 
-        export(loop, notes)
+        export(loop)
         return
     loop.evaluation.metrics = loop.evaluation.metrics_of_nets()
     if loop.env.is_main:
-        for note in notes:
-            say(note)
         say(f"step {loop.step}: {spell(loop.eval)}")
     _look_at_evaluation(loop)
     check_metrics(loop.eval, where=loop.evaluation.where)

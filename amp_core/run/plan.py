@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,7 @@ from amp_core.run.layers import show_layers
 from amp_core.run.log import Log
 from amp_core.run.perf import planned_memory
 from amp_core.run.resume import named_place, repeats
-from amp_core.run.terminal import say, wrapped
-from amp_core.run.throughput import flops_per_token, peak_of
+from amp_core.run.terminal import say
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
 
@@ -54,7 +52,7 @@ def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
             logger.info("%s", note)
         for warning in warnings:
             logger.warning("%s", warning)
-        logger.info("%s", plan(loop), extra={"is_plan": True})
+        logger.info("%s", plan(loop))
         logger.info("run folder: %s", env.run_dir)
     return log
 
@@ -64,8 +62,7 @@ def dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list[
     if loop.env.is_main:
         if (place := named_place(loop.cfg)) is not None:
             must_find_checkpoint(Path(place))
-        lines = [*loop.env.job.notes, *repeats(loop), plan(loop), plan_in_detail(loop)]
-        say(wrapped("\n".join(lines), sys.stdout))
+        say("\n".join([*loop.env.job.notes, *repeats(loop), plan(loop), plan_in_detail(loop)]))
     yield from show_layers(loop, count)
 
 
@@ -73,6 +70,7 @@ def plan(loop: Loop) -> str:
     """What runs, in a few lines of text."""
     cfg, env, data = loop.cfg, loop.env, loop.data
     params = [p for net in loop.nets for p in unwrap(net).parameters()]
+    packed = (getattr(p, "quant_state", None) or p for p in params)  # two of 4 bits are in a byte
     memory = planned_memory(loop)
     more = memory.most - memory.total
     within = f", up to {more / 2**20:.1f} MiB more within a step" if more else ""
@@ -88,7 +86,7 @@ def plan(loop: Loop) -> str:
     passes = loop.num_steps * loop.feed.samples_per_step / len(data.train)
     return "\n".join(
         [
-            f"{cfg.recipe['name']}: {cfg.model.name} ({sum(map(_numel, params)):,} parameters) on "
+            f"{cfg.recipe['name']}: {cfg.model.name} ({sum(math.prod(each.shape) for each in packed):,} parameters) on "
             f"{cfg.data.name} ({len(data.train):,} training samples)",
             f"  {amp} on {env.world_size} x {env.device.type}, "
             f"{type(optimizer).__name__}{fused}, "
@@ -127,30 +125,10 @@ def plan_in_detail(loop: Loop) -> str:
         f"{_times(cfg.save_every, steps)}, keeps {cfg.checkpoint.keep} and the best; "
         f"metrics {_times(cfg.log_every, steps)}",
     ]
-    lines += _roof(loop)
     inside = [name or "the whole network" for net in loop.nets for name in island_names(unwrap(net))]
     if inside:
         lines.append(f"  fp32 islands: {', '.join(inside[:8])}{', ...' if len(inside) > 8 else ''}")
     return "\n".join([*lines, "checked: settings, names, data, device, network, optimizer; nothing was written"])
-
-
-def _roof(loop: Loop) -> list[str]:
-    """An upper bound on tokens per second, from the model's FLOPs and GPUs' stated peaks; nothing for other recipes."""
-    length = loop.data.facts.get("length")
-    found = [flops_per_token(unwrap(net), length) for net in loop.nets] if length else []
-    if len(found) != 1 or found[0] is None:
-        return []
-    rates = {name: peak_of(name, loop.cfg.amp) for name in ("NVIDIA A100", "NVIDIA H100 80GB HBM3")}
-    said = [f"{peak / found[0]:,.0f} on an {name}" for name, peak in rates.items() if peak]
-    return [f"  {found[0] / 1e9:.3g} GFLOP per token; tokens/s at most, at the stated peak: {', '.join(said)}"] * bool(
-        said
-    )
-
-
-def _numel(param: Tensor) -> int:
-    """The elements of a weight, also of one in 4 bits, whose tensor packs two into each byte."""
-    packed = getattr(param, "quant_state", None)  # of bitsandbytes
-    return param.numel() if packed is None else math.prod(packed.shape)
 
 
 def _times(every: int, steps: int) -> str:

@@ -48,8 +48,7 @@ def with_data(cfg: Config) -> Config:
         return cfg
     if not is_table:
         _images_of(cfg.predict_on or "")
-    place = cfg.run_dir if cfg.resume in ("auto", "last", "never") else cfg.resume
-    found = must_find_checkpoint(Path(place or ""), select=lambda *_: Selection(lambda entry: None))
+    found = must_find_checkpoint(Path(cfg.origin or cfg.run_dir or ""), select=lambda *_: Selection(lambda entry: None))
     if is_table:
         from amp_core.data.table import with_schema
 
@@ -58,7 +57,7 @@ def with_data(cfg: Config) -> Config:
     return replace(cfg, data=replace(cfg.data, path=cfg.predict_on, exclude=None, num_classes=max(len(classes), 1)))
 
 
-def predict(loop: Any, notes: list[str]) -> None:
+def predict(loop: Any) -> None:
     """The whole of task=predict: the network of a loop, or its average, predicts; each rank its share. Collective.
 
     Raises:
@@ -99,7 +98,7 @@ def predict(loop: Any, notes: list[str]) -> None:
         raise Diverged(f"{bad} of {len(lines)} predictions in {file} are not finite; try amp=fp32, or amp=bf16")
     env.folder.write_summary("finished", 0)
     if env.is_main:
-        for note in [*notes, *skipped, f"predictions{'' if loop.ema is None else ' of the average'}: {file}"]:
+        for note in [*skipped, f"predictions{'' if loop.ema is None else ' of the average'}: {file}"]:
             say(note)
 
 

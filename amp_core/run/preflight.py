@@ -13,6 +13,7 @@ from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
 from amp_core.config.kinds import FILES, TEXTS
 from amp_core.config.parse import parse
+from amp_core.config.processes import launched
 from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.config.sources import package_folder
 from amp_core.lowp.islands import keep_fp32
@@ -20,7 +21,7 @@ from amp_core.lowp.products import is_converted, is_emulated, products_of, use_p
 from amp_core.models import Family, build_model, check_model
 from amp_core.run.log import check_log
 from amp_core.run.pretrained import check_weights
-from amp_core.run.rendezvous import launched
+from amp_core.run.process import num_processes, on_cuda
 from amp_core.step.optimizers import check_optimizer
 from amp_core.step.schedule import check_schedule
 from amp_core.tensors import UNTESTED_DEVICES, blocks, is_there
@@ -67,7 +68,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
     if sound("device", "perf") and cfg.perf.compile is not None:
         _check_compiler(cfg, problems)
     if sound("optimizer"):
-        problems += check_optimizer(cfg.optimizer, on_cuda=sound("device") and _on_cuda(cfg))
+        problems += check_optimizer(cfg.optimizer, on_cuda=sound("device") and on_cuda(cfg))
     if sound("schedule"):
         problems += check_schedule(cfg.schedule)
     if sound("model"):
@@ -89,6 +90,8 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         if not found and sound("amp", "perf"):
             _check_parts(cfg, recipe.MODELS, problems)
     if sound("data"):
+        if cfg.data.check and launched():
+            problems.append("data.check=true: starts its own processes; start it without torchrun")
         needless = ("data.path=", "data.exclude=") if not broken and lacks_data(cfg) else ()
         needless += ("data.eval_path=",) if needless and cfg.data.name in TEXTS else ()
         problems += [problem for problem in check_data(cfg.data, recipe.DATA) if not problem.startswith(needless)]
@@ -158,20 +161,20 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
             problems.append("device=mps: has no float64, which the doctor computes in; use doctor=off")
         else:
             warnings.append(f"device={cfg.device}: is not tested; please compare a short run with device=cpu")
-    on_cuda = _on_cuda(cfg) and num_gpus > 0
+    is_on_cuda = on_cuda(cfg) and num_gpus > 0
     here = int(os.environ["LOCAL_WORLD_SIZE"]) if launched() else max(1, num_processes(cfg))
     nodes = cfg.layout.nodes or (1, 1)
     num_ranks = int(os.environ["WORLD_SIZE"]) if launched() else here * nodes[0]
     is_known = launched() or nodes[0] == nodes[1]  # an elastic run knows it only once it has started
     num_stages = cfg.layout.num_stages or 1
-    if on_cuda and here * num_stages > num_gpus:
+    if is_on_cuda and here * num_stages > num_gpus:
         asked = f"layout.nproc_per_node={here}" + (f" with layout.num_stages={num_stages}" if num_stages > 1 else "")
         fitting = f"layout.nproc_per_node={num_gpus // num_stages}, or " if num_gpus >= num_stages else ""
         problems.append(
             f"{asked}: needs {here * num_stages} GPUs; this machine has {num_gpus}. Use {fitting}device=cpu"
         )
     limit = PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if not on_cuda and here > limit:
+    if not is_on_cuda and here > limit:
         problems.append(
             f"layout.nproc_per_node={here}: too many processes for {os.cpu_count()} cores; expected at most {limit}"
         )
@@ -198,24 +201,24 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
     for key in ("static_graph", "compress", "shard_optimizer"):
         if cfg.layout.name == "ddp" and alone and getattr(cfg.layout, key):
             warnings.append(f"layout.{key} has no effect with one rank")
-    if cfg.layout.name == "data_parallel" and (not on_cuda or num_gpus == 1):
-        where = "one GPU" if on_cuda else "a CPU"
+    if cfg.layout.name == "data_parallel" and (not is_on_cuda or num_gpus == 1):
+        where = "one GPU" if is_on_cuda else "a CPU"
         warnings.append(f"layout=data_parallel on {where} is layout=single: nn.DataParallel passes everything through")
-    if cfg.amp.matmul_precision == "high" and not on_cuda:
+    if cfg.amp.matmul_precision == "high" and not is_on_cuda:
         warnings.append("amp=tf32 on a CPU is plain fp32: TF32 units are in CUDA GPUs")
     low = cfg.amp.dtype if cfg.amp.update is None else cfg.amp.weights
-    if low != "float32" and not on_cuda and torch.backends.mkldnn.is_available() and not cpu_has(low):
+    if low != "float32" and not is_on_cuda and torch.backends.mkldnn.is_available() and not cpu_has(low):
         warnings.append(
             f"amp={cfg.amp.name}: this CPU has no fast {low} units: products and convolutions are computed "
             f"in fp32 and rounded, with the numbers of {low} and without its speed"
         )
-    if cfg.amp.format is not None and is_emulated("cuda" if on_cuda else "cpu", products_of(cfg.amp)):
+    if cfg.amp.format is not None and is_emulated("cuda" if is_on_cuda else "cpu", products_of(cfg.amp)):
         has_units = cfg.amp.format == "fp8" and cfg.amp.granularity != "block"
         where = "no float8 units here (compute capability 8.9 and later has them)" if has_units else "no kernel is used"
         warnings.append(
             f"amp={cfg.amp.name}: {where}: emulated, with the numbers of {cfg.amp.format} and without its speed"
         )
-    if on_cuda:
+    if is_on_cuda:
         capability = torch.cuda.get_device_capability()
         name = torch.cuda.get_device_name()
         # is_bf16_supported() says yes for emulation by default, which is slower than fp32.
@@ -227,10 +230,6 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
             )
         if cfg.amp.dtype == "float16" and capability < (7, 0):
             warnings.append(f"amp={cfg.amp.name}: {name} has no Tensor Cores (compute capability 7.0 and later)")
-
-
-def _on_cuda(cfg: Config) -> bool:
-    return cfg.device in ("auto", "cuda") and torch.cuda.is_available()
 
 
 def _check_compiler(cfg: Config, problems: list[str]) -> None:
@@ -249,20 +248,6 @@ def _check_compiler(cfg: Config, problems: list[str]) -> None:
             f"{suggest(cfg.perf.backend, [*known, 'aot_eager', 'eager'])}"
         )
         return
-    reason = missing_compiler(cfg.perf.backend, "cuda" if _on_cuda(cfg) else "cpu")
+    reason = missing_compiler(cfg.perf.backend, "cuda" if on_cuda(cfg) else "cpu")
     if reason is not None:
         problems.append(f"perf.compile={cfg.perf.compile}: {reason}; install one, or use perf=default")
-
-
-def num_processes(cfg: Config) -> int:
-    """Processes on this machine when the run is started by `train.py` itself."""
-    if cfg.layout.name in ONE_PROCESS:
-        return 1
-    per_stage = cfg.layout.num_stages or 1
-    return cfg.layout.nproc_per_node or (torch.cuda.device_count() // per_stage if _on_cuda(cfg) else 1)
-
-
-def needs_agent(cfg: Config) -> bool:
-    """Whether there are workers to start and to watch, other than this process."""
-    alone = num_processes(cfg) == 1 and cfg.layout.nodes == (1, 1) and not cfg.layout.max_restarts
-    return cfg.layout.name not in ONE_PROCESS and not (cfg.layout.name == "model_parallel" and alone)

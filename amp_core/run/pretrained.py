@@ -76,11 +76,7 @@ def _another_tokenizer(cfg: Config) -> str | None:
 
 
 def start_from(cfg: Config, run_dir: Path | None, net: nn.Module) -> str:
-    """Load `model.weights` into the network of a run, unless a checkpoint replaces all weights anyway.
-
-    Returns:
-        A line for the log.
-    """
+    """Load `model.weights` into a network, unless a checkpoint replaces all of it anyway. Returns a line to log."""
     assert cfg.model.weights is not None
     if _resumes(cfg, run_dir):
         return "model.weights has no effect: all weights come from a checkpoint"
@@ -104,10 +100,8 @@ def _default(name: str) -> str | None:
 
 
 def _resumes(cfg: Config, run_dir: str | Path | None) -> bool:
-    if cfg.resume not in ("auto", "last", "never"):
-        return True
     run_dir = run_dir or cfg.run_dir  # an evaluation writes to no run folder
-    return run_dir is not None and holds_checkpoint(run_dir)
+    return cfg.origin is not None or (run_dir is not None and holds_checkpoint(run_dir))
 
 
 def load_pretrained(
@@ -125,8 +119,7 @@ def load_pretrained(
         fresh: globs of names of modules or tensors that keep their initial values, such as a new head.
         rename: parts of names in the file, one or several between dots, to those here, applied in this order.
 
-    Returns:
-        A line for the log.
+    Returns a line for the log.
 
     Raises:
         ConfigError: no such file, another kind of file, weights of another network or with NaN or inf in them. The

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
-from amp_core.config.checks import lacks_data, names_of_classes
+from amp_core.config.checks import lacks_data
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.lengths import MOST_STEPS
 from amp_core.config.options import choices, read_option
@@ -110,15 +110,10 @@ def _settings_of(old: Mapping[str, Any], cfg: Config) -> str:
     return f" It was made with other settings; {' and '.join(how)}" if how else ""
 
 
-def is_named(cfg: Config) -> bool:
-    """Whether `resume` names a place."""
-    return cfg.resume not in ("auto", "last", "never")
-
-
 def named_place(cfg: Config) -> str | None:
     """The run or checkpoint that a task cannot begin without; None: it needs none."""
     reads = cfg.task in ("evaluate", "export") or (cfg.task == "predict" and cfg.model.weights is None)
-    return cfg.resume if is_named(cfg) else cfg.run_dir if reads else None
+    return cfg.origin or (cfg.run_dir if reads else None)
 
 
 def resume(loop: Loop) -> tuple[list[str], list[str]]:
@@ -129,10 +124,10 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     """
     env, cfg = loop.env, loop.cfg
     notes = list(env.job.notes)
-    loop.classes = [] if lacks_data(cfg) else [*loop.data.classes] or names_of_classes(cfg.data)
+    loop.classes = [] if lacks_data(cfg) else [*loop.data.classes]
     planned = {name: schedule.num_steps for name, schedule in loop.schedules.items()}
     place = named_place(cfg)
-    own = env.run_dir is not None and not (is_named(cfg) and cfg.task == "predict")
+    own = env.run_dir is not None and not (cfg.origin and cfg.task == "predict")
     loaded = loop.checkpoint.load() if own else None
     if loaded is None and place is not None:
         loaded = loop.checkpoint.load(place)
@@ -195,7 +190,6 @@ def is_finished(loop: Loop) -> bool:
 
 
 def _make_islands(loop: Loop, islands: list[str], notes: list[str]) -> None:
-    """The islands that the doctor had made."""
     nets = loop.env.nets
     if set(islands) - set(islands_of(nets)) and loop.cfg.layout.name in SHARDED and loop.amp.dtype is not torch.float32:
         raise ConfigError(

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from amp_core.config.errors import RunError
-from amp_core.run.rendezvous import launched, others_start_again
+from amp_core.config.processes import launched
+from amp_core.run.rendezvous import others_start_again
 
 PATIENCE = (5.0, 20.0)
 """Seconds for which a rank that was asked to stop still waits for data: as the only rank, and as one of several, which
@@ -107,7 +108,16 @@ class Stop:
             os.close(write)
 
     def on_signal(self, number: int, frame: object) -> None:
-        for each in self._arrivals(number):
+        arrived = [number]
+        if self._pipe is not None:  # the signals since the last call, in order
+            since: list[int] = []
+            with contextlib.suppress(BlockingIOError):  # other handlers write here, too
+                since = [each for each in os.read(self._pipe, 4096) if each in SIGNALS]
+            if since:
+                self._arrived = arrived = since
+            elif number in self._arrived:
+                arrived = []
+        for each in arrived:
             if self._is_signalled and each == signal.SIGINT:
                 # Ctrl-C after any first signal: stop immediately.
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -115,18 +125,6 @@ class Stop:
                 raise KeyboardInterrupt
             self._is_signalled = True
             self.code = self.code or 128 + each
-
-    def _arrivals(self, number: int) -> list[int]:
-        """Signals since the last call, in order."""
-        if self._pipe is None:
-            return [number]
-        arrived: list[int] = []
-        with contextlib.suppress(BlockingIOError):
-            arrived = [each for each in os.read(self._pipe, 4096) if each in SIGNALS]  # other handlers write here, too
-        if not arrived:
-            return [] if number in self._arrived else [number]
-        self._arrived = arrived
-        return arrived
 
 
 _pipes: set[int] = set()

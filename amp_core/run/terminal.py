@@ -7,9 +7,7 @@ import logging
 import math
 import os
 import re
-import shutil
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -85,27 +83,11 @@ class TerminalHandler(logging.Handler):
         stream = sys.stderr if is_warning else sys.stdout
         level = f"{record.levelname.lower()}: " if is_warning else ""
         try:
-            text = f"{self._prefix}{level}{self.format(record)}"
-            if getattr(record, "is_plan", False):
-                text = wrapped(text, stream)
-            _Bar.write(tinted(text, stream), file=stream)
+            _Bar.write(tinted(f"{self._prefix}{level}{self.format(record)}", stream), file=stream)
             if stream is not None:
                 stream.flush()
         except (OSError, ValueError):  # a closed pipe (`| head`); train.log has the message
             pass
-
-
-def wrapped(text: str, stream: Any) -> str:
-    """`text` with lines that end between words on a terminal; what continues a line stands further in."""
-    if not is_screen(stream):
-        return text
-    columns = max(40, shutil.get_terminal_size().columns - 1)
-    lines = []
-    for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        whole = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
-        lines += textwrap.wrap(line, columns, **whole) or [""]
-    return "\n".join(lines)
 
 
 class _Bar(tqdm):
@@ -142,9 +124,12 @@ class Progress:
             self._fit()
             self._bar.refresh()
         elif not self._is_terminal:
-            left = self._seconds_left(step)
+            began, first = self._start or (0.0, step)
             facts = [f"step {step}/{self._total}", *self._facts_of(metrics).values()]
-            self._waiting = "  ".join(facts + ([f"{tqdm.format_interval(left)} left"] if left is not None else []))
+            if step > first:
+                left = (time.monotonic() - began) / (step - first) * max(self._total - step, 0)
+                facts.append(f"{tqdm.format_interval(left)} left")
+            self._waiting = "  ".join(facts)
             if step >= self._total or time.monotonic() - self._last_line >= LINE_SECONDS:
                 self._print()
 
@@ -209,11 +194,6 @@ class Progress:
                 break
             if gone:
                 del facts[gone.pop(0)]
-
-    def _seconds_left(self, step: int) -> float | None:
-        if self._start is None or step <= self._start[1]:
-            return None
-        return (time.monotonic() - self._start[0]) / (step - self._start[1]) * max(self._total - step, 0)
 
     def _print(self) -> None:
         if self._waiting is not None:

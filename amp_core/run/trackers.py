@@ -1,4 +1,10 @@
-"""TensorBoard and wandb: imported late, on rank 0; their failures never stop a run."""
+"""TensorBoard and wandb: imported late, on rank 0; their failures never stop a run.
+
+wandb runs in its own process (this file, started as a script), fed through a pipe that never blocks. In the
+training process it would patch `sys.exit`, hook the interpreter's exit and start threads that forked data loaders
+inherit, and a call that hangs could only be abandoned. A process can be killed, and wandb's service ends with it.
+If training is killed, the process sees the end of its input and finishes the run.
+"""
 
 from __future__ import annotations
 
@@ -202,22 +208,14 @@ def _wandb_id(path: Path) -> str:
 
 
 def _wandb_mode(cfg: LogConfig) -> str:
-    """WANDB_MODE wins over the configuration; `auto` is online when an account is configured."""
-    if mode := os.environ.get("WANDB_MODE"):
+    """WANDB_MODE wins over the configuration; `auto` is online when an account is configured, where wandb looks."""
+    if (mode := os.environ.get("WANDB_MODE") or cfg.wandb_mode) != "auto":
         return mode
-    if cfg.wandb_mode != "auto":
-        return cfg.wandb_mode
-    return "online" if _has_wandb_account() else "offline"
-
-
-def _has_wandb_account() -> bool:
-    """Looks where wandb looks: the environment, its settings file, netrc."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
     settings = wandb_settings()
     url = os.environ.get("WANDB_BASE_URL") or settings.get("base_url", "https://api.wandb.ai")
+    has_key = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or settings.get("api_key")
     hosts = {host for host, _ in netrc_logins()}
-    return bool(settings.get("api_key")) or not hosts.isdisjoint({urlsplit(url).netloc, "default"})
+    return "online" if has_key or hosts & {urlsplit(url).netloc, "default"} else "offline"
 
 
 def _wandb_main() -> None:

@@ -30,8 +30,7 @@ from amp_core.doctor.diagnosis import Cause
 from amp_core.doctor.values import Range
 from amp_core.doctor.watch import diagnose_step
 from amp_core.models.gpt import position_ids
-from amp_core.run.environment import Job
-from amp_core.run.launch import in_process
+from amp_core.run.process import in_process
 from amp_core.run.replay import replay, rerun_step
 from amp_core.step.amp import Amp
 from recipes import RECIPES, find
@@ -60,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 def examine(recipe, settings, step=1):
     """Whether a step of a run is finite, and what the doctor says of it."""
     layout = [] if recipe == "model_parallel" else ["layout=single"]
-    cfg, notes = checked([*arguments(recipe, *settings), *layout, "dry_run=true"])
+    job = checked([*arguments(recipe, *settings), *layout, "dry_run=true"])
     finite, found = [], []
 
     def course(loop, count):
@@ -76,7 +75,7 @@ def examine(recipe, settings, step=1):
         env.driver = course
         return find(recipe).run(cfg, env)
 
-    outcome = in_process(Job(cfg, None, [], [], notes), visited)
+    outcome = in_process(job, visited)
     assert outcome.exit_code == 0, outcome.error
     return finite[0], found[0]
 

@@ -18,11 +18,10 @@ from shared import free_port
 from test_recipes import arguments
 
 from amp_core.cli.compose import compose
+from amp_core.config.job import Job
 from amp_core.config.processes import with_argument
 from amp_core.config.rules import build
 from amp_core.run import launch
-from amp_core.run.environment import Job
-from recipes import runner
 
 ROOT = Path(__file__).resolve().parents[2]
 # Workers that wait for each other for ten seconds instead of a minute.
@@ -31,10 +30,10 @@ import os, sys
 from pathlib import Path
 from amp_core.run import rendezvous
 from amp_core.run.launch import work
-from recipes import runner
+from recipes import run
 
 rendezvous.MEETING_SECONDS = (10.0, 10.0)
-os._exit(work(Path(sys.argv[1]), runner))
+os._exit(work(Path(sys.argv[1]), run))
 """
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -62,7 +61,7 @@ def machine(folder: Path, script: Path, command: list[str], run: Path) -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     tempfile.tempdir = str(folder)
     job = Job(build(compose(command)), str(run), command)
-    return launch.launch(job, runner("custom_function"), [sys.executable, str(script)]).exit_code
+    return launch.launch(job, run, [sys.executable, str(script)]).exit_code
 
 
 def test_a_machine_lost_before_its_workers_met_is_noticed_and_the_other_starts_again(own_folder):

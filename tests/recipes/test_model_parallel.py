@@ -26,13 +26,14 @@ from amp_core import Amp, Clip, Ema, carry_autocast, keep_fp32, sync_grads
 from amp_core.checkpoints.checkpoint import Checkpoint
 from amp_core.checkpoints.reading import read
 from amp_core.cli.compose import compose
+from amp_core.config.job import Job
 from amp_core.config.rules import build
 from amp_core.layouts.ddp import ReplicaParallel, wrap_data_parallel, wrap_ddp
 from amp_core.layouts.placement import Placement
 from amp_core.layouts.stages import Stages, cuts
 from amp_core.models import build_model
 from amp_core.models.images import CLASSIFIERS
-from amp_core.run.environment import Environment, Job
+from amp_core.run.environment import Environment
 from amp_core.tensors import unwrap
 
 CPU = torch.device("cpu")

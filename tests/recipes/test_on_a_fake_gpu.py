@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 from amp_core import Amp, MicroBatch
 from amp_core.cli import compose
 from amp_core.cli.overrides import check_overrides
+from amp_core.config.job import Job
 from amp_core.config.rules import build
-from amp_core.run.environment import Job
 from amp_core.run.loop import Loop
 from amp_core.run.process import environment
 from amp_core.step.scaler import LossScale, Numbers

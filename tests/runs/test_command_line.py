@@ -21,12 +21,14 @@ from tiers import rows
 
 import amp_core
 import train
-from amp_core.cli import compose
+from amp_core.cli import compose, sweep
+from amp_core.cli.job import check_values
 from amp_core.cli.overrides import check_overrides, groups, typed_keys
 from amp_core.config.errors import ConfigError
 from amp_core.config.options import choices
 from amp_core.config.rules import build
 from amp_core.run.process import check_variables
+from recipes import find
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,13 +186,13 @@ def test_malformed_command_lines_exit_with_2_and_one_message_and_create_nothing(
     ],
 )
 def test_another_name_drops_the_options_that_a_file_brought_and_keeps_those_that_were_typed(overrides, group, options):
-    cfg, _ = train.checked(overrides)
+    cfg = train.checked(overrides).cfg
     assert getattr(cfg, group).options == options
 
 
 @pytest.mark.slow
 def test_glob_chooses_options_and_a_pattern_without_any_is_refused(tmp_path, own_folder, capsys):
-    planned, _, _ = train._plan_sweep(["amp=glob(fp*,exclude=*_*)", "recipe=glob(c*)"])
+    planned, _ = sweep.plan(["amp=glob(fp*,exclude=*_*)", "recipe=glob(c*)"], find)
     chosen = [[f"amp={a}", f"recipe={b}"] for a in ("fp16", "fp32", "fp8") for b in ("classification", "contrastive")]
     assert [job for job in planned.jobs if "recipe=custom_function" not in job] == chosen
     assert "no such option" in refuse(["-m", "amp=glob(zz*)"], capsys, tmp_path)
@@ -252,10 +254,10 @@ def test_the_jobs_of_a_sweep_share_what_hydra_composes(own_folder, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
-    monkeypatch.setattr(train, "_launch", first_job)
+    monkeypatch.setattr(train, "start", first_job)
     compose._read.cache_clear()
-    sweep = ["-m", "hydra.sweep.dir=s", "amp=fp16,bf16", "optimizer.lr=0.1,0.2", "seed=range(4)"]
-    assert len(train._plan_sweep(sweep[1:])[0].jobs) == 16 and train.main(sweep) == 130
+    command = ["-m", "hydra.sweep.dir=s", "amp=fp16,bf16", "optimizer.lr=0.1,0.2", "seed=range(4)"]
+    assert len(sweep.plan(command[1:], find)[0].jobs) == 16 and train.main(command) == 130
     # The sweep and two modes here; by Hydra the sweep, when it is read and when it is run, and the first job. Each
     # takes a tenth of a second and more.
     assert len(composed) <= 3 + 4
@@ -338,7 +340,7 @@ def test_a_process_ends_with_its_code_and_creates_nothing(arguments, code, said,
 
 def test_warnings_name_settings_without_effect():
     def warnings(*overrides):
-        return " ".join(train.checked(list(overrides))[1])
+        return " ".join(train.checked(list(overrides)).notes)
 
     assert "TF32" in warnings("amp=tf32", "device=cpu")
     assert "amp.growth_interval" in warnings("amp=fp16", "amp.dynamic=false", "amp.growth_interval=5")
@@ -366,7 +368,7 @@ def test_help_and_cfg_need_no_torch(tmp_path):
 def test_no_object_is_frozen_at_the_end():
     """nanobind, which binds Triton, lists each one that the last collection does not see: 40 lines after every run."""
     code = "import atexit, gc; gc.disable(); atexit.register(lambda: print(gc.get_freeze_count())); import train\n"
-    program = [sys.executable, "-c", code + "train._collect_again()"]
+    program = [sys.executable, "-c", code + "train._begin()"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "0\n", done
 
@@ -440,7 +442,7 @@ def test_variables_of_torchrun_that_are_wrong_are_named_before_anything_starts(
 def test_variables_of_one_process_are_no_mistake(given, own_folder, monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert train.checked(["device=cpu"])[0].layout.name == "single"
+    assert train.checked(["device=cpu"]).cfg.layout.name == "single"
 
 
 @pytest.mark.parametrize("machines, here", [(None, "4"), ("1", "4"), ("2", "2"), ("4", "1")])
@@ -462,7 +464,7 @@ def test_null_in_place_of_any_value_is_taken_or_reported():
         if group.get(leaf) is not None:
             group[leaf] = None
             with contextlib.suppress(ConfigError):
-                train._checked_values(given, [], [])
+                check_values(given, [], find)
 
 
 DAMAGES = [*"=:@+~'\"\\\0\n\t ,.[]{}$é", "==", "++"]

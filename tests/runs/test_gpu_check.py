@@ -170,7 +170,7 @@ def test_every_command_of_a_stage_is_one_that_its_program_takes(
                 if "data.num_classes" not in varied:
                     assert train.main([*settings, f"{varied}={value}"]) == 0, settings
         elif call[0] == "train.py":
-            cfg, _ = train.checked(call[1:])
+            cfg = train.checked(call[1:]).cfg
             assert cfg.recipe["name"] in built or train.main([*call[1:], "dry_run=true"]) == 0, call
             built.add(cfg.recipe["name"])
     assert sum(call[0] in ("scripts/bench.py", "train.py") for call in calls) >= 5

@@ -22,11 +22,10 @@ import train
 from amp_core.checkpoints import folders
 from amp_core.cli.compose import compose
 from amp_core.config import processes
+from amp_core.config.job import Job
 from amp_core.config.rules import build
 from amp_core.run import launch
-from amp_core.run.environment import Job
-from amp_core.run.locks import acquire
-from recipes import runner
+from recipes import run
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -38,7 +37,7 @@ from pathlib import Path
 from amp_core.data.loading import Batches
 from amp_core.run import process
 from amp_core.run.launch import work
-from recipes import runner
+from recipes import run
 
 process.PATIENCE = (1.0, 1.0)
 wait, end = Batches.__next__, process.end_process_group
@@ -65,7 +64,7 @@ if CASE == "late" and os.environ["RANK"] == "0":
     process.end_process_group = end_late
 if os.environ["RANK"] == "1":
     Batches.__next__ = functools.partialmethod(lambda self, act: at_ten(act, self), stop if CASE == "stuck" else id)
-os._exit(work(Path(sys.argv[1]), runner))
+os._exit(work(Path(sys.argv[1]), run))
 """
 
 
@@ -87,7 +86,7 @@ def launched(folder: Path, monkeypatch, case: str) -> tuple[launch.Outcome, floa
     job = Job(build(compose(command)), str(folder / "run"), command)
     sender = threading.Thread(target=signal_when, args=[mark])
     sender.start()
-    outcome = launch.launch(job, runner("classification"), [sys.executable, str(script)])
+    outcome = launch.launch(job, run, [sys.executable, str(script)])
     sender.join()
     took = time.time() - mark.stat().st_mtime
     left = processes.with_argument(script)
@@ -225,7 +224,7 @@ WAITS = """
 import os, subprocess, sys
 os.environ |= {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 os.environ |= {"MASTER_PORT": sys.argv[1], "TORCHELASTIC_USE_AGENT_STORE": "True"} | ({LAUNCHER})
-worker = "import os; from amp_core.run.rendezvous import worker_store; os.write(1, b'waits'); worker_store()"
+worker = "import os; from amp_core.run.rendezvous import worker_stores; os.write(1, b'waits'); worker_stores()"
 worker = subprocess.Popen([sys.executable, "-c", worker])
 worker.wait()
 """
@@ -242,31 +241,6 @@ def test_a_worker_ends_with_its_launcher_also_before_it_found_the_store(of):
     # The worker holds the other ends of both pipes.
     _, said = launcher.communicate(timeout=60)
     assert b"the launcher was killed before the run began" in said
-
-
-def test_temporary_folders_of_killed_launchers_are_removed_and_no_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
-    names = ("dead", "lives", "has_workers", "of_the_user")
-    folders = {name: tmp_path / f"amp_recipes_{name}" for name in names}
-    for name, folder in folders.items():
-        folder.mkdir()
-        (folder / ("job.json" if name != "of_the_user" else "notes")).touch()
-    says = "import time; print('runs', flush=True); time.sleep(60)"
-    command = [sys.executable, "-c", says, str(folders["has_workers"] / "job.json")]
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert worker.stdout.read(4) == b"runs"  # before that, its command line is still that of its parent
-    try:
-        with acquire(folders["lives"]), launch._job_folder() as mine:
-            assert {path.name for path in tmp_path.iterdir()} == {
-                *(folder.name for name, folder in folders.items() if name != "dead"),
-                Path(mine).name,
-            }
-            with pytest.raises(BlockingIOError):
-                acquire(Path(mine))
-    finally:
-        worker.kill()
-        worker.communicate()
-    assert not Path(mine).exists()
 
 
 JOBLIB = """

@@ -23,10 +23,12 @@ from small import RUN
 
 import train
 from amp_core.cli import compose, sweep
+from amp_core.cli.job import check_values
 from amp_core.cli.lease import lease, visible_devices
 from amp_core.cli.run_folders import sweep_subdir
 from amp_core.config.errors import ConfigError
 from amp_core.run.locks import lock_folder
+from recipes import find
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [*RUN, "save_every=1000000", "eval_every=1000000", "log_every=1"]
@@ -38,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 HOLD = """
 import subprocess, sys, time
 from pathlib import Path
+from amp_core.cli.job import check_values
 from amp_core.cli.lease import lease
 name, count, devices = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(",")
 with lease(count, devices, Path("leases"), waiting=lambda: Path(name + ".waits").touch()) as taken:
@@ -347,12 +350,12 @@ def test_an_experiment_names_its_command_and_composes():
         values = compose.compose([f"experiment={path.stem}"], to_show=True)
         is_lost = str(values["data"]["path"]).startswith("statsmodels:") and not find_spec("statsmodels")
         if values["data"]["name"] not in ("imagenet", "chat", "text") and not is_lost:
-            train._checked_values(values, [], [])
+            check_values(values, [], find)
             continue
         # Data that nobody ships, or of a package that is not installed.
         said = r"data\.path=\S*: needs the package statsmodels" if is_lost else r"data\.path=null: "
         with pytest.raises(ConfigError, match=rf"(?m)^{said}[^\n]*$"):
-            train._checked_values(values, [], [])
+            check_values(values, [], find)
 
 
 def test_a_sweep_into_the_folder_of_a_run_is_refused(tmp_path, capsys):

@@ -34,7 +34,7 @@ def test_what_an_agent_types_is_taken_at_both_ends_of_every_parameter(end):
         key: space[end] if end in space else space["values"][0 if end == "min" else -1]
         for key, space in SWEEP["parameters"].items()
     }
-    cfg, _ = train.checked(arguments(values))
+    cfg = train.checked(arguments(values)).cfg
     assert cfg.log.wandb and cfg.optimizer.lr == values["optimizer.lr"] and cfg.amp.name == values["amp"]
     split, _, metric = SWEEP["metric"]["name"].partition("/")
     assert (split, metric, SWEEP["metric"]["goal"]) == ("eval", cfg.recipe["best"], f"{cfg.recipe['best_is']}imize")

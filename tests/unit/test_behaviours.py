@@ -25,9 +25,9 @@ import train
 from amp_core import Amp, keep_fp32
 from amp_core.cli import compose
 from amp_core.config.errors import ConfigError
+from amp_core.config.job import Job
 from amp_core.config.rules import build
 from amp_core.config.schema import OptimizerConfig
-from amp_core.run.environment import Job
 from amp_core.run.process import environment
 from amp_core.step.optimizers import check_optimizer
 
@@ -99,7 +99,7 @@ def test_the_numbers_that_a_mode_can_hold(mode, dtype, smallest, largest, tmp_pa
 @pytest.mark.parametrize("mode, dtype", [("fp16", "float16"), ("bf16", "bfloat16")])
 def test_slow_16_bit_units_of_this_cpu_are_said_before_the_start(mode: str, dtype: str) -> None:
     is_fast = {"fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported, "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported}
-    warnings = " ".join(train.checked([f"amp={mode}", "device=cpu"])[1])
+    warnings = " ".join(train.checked([f"amp={mode}", "device=cpu"]).notes)
     assert (f"no fast {dtype} units" in warnings) != is_fast[mode]()
 
 
@@ -130,9 +130,9 @@ def test_what_a_gpu_lacks_is_said_before_the_start(gpu: str, monkeypatch: pytest
         "fp32": (0, 0, "amp=fp32"),
     }
     for mode, (major, minor, warning) in expected.items():
-        warnings = " ".join(train.checked([f"amp={mode}", "device=cuda"])[1])
+        warnings = " ".join(train.checked([f"amp={mode}", "device=cuda"]).notes)
         assert (warning in warnings) == (capability < (major, minor)), (mode, warnings)
-        assert gpu not in " ".join(train.checked([f"amp={mode}", "device=cpu"])[1])
+        assert gpu not in " ".join(train.checked([f"amp={mode}", "device=cpu"]).notes)
     with pytest.raises(ConfigError, match=r"needs 2 GPUs; this machine has 1. Use layout.nproc_per_node=1, or device"):
         train.checked(["layout=ddp", "layout.nproc_per_node=2", "device=cuda"])
 

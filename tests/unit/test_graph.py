@@ -23,11 +23,11 @@ import train
 from amp_core import Amp, Checkpoint, Clip, Ema, MicroBatch, Schedule, sync_grads
 from amp_core.cli.compose import compose
 from amp_core.cli.overrides import check_overrides
+from amp_core.config.job import Job
 from amp_core.config.rules import build
 from amp_core.lowp.masters import master_params
 from amp_core.memory.graph import CudaGraphStep, unfit, why_not_capturable
-from amp_core.run.environment import Job
-from amp_core.run.launch import in_process
+from amp_core.run.process import in_process
 from recipes import find
 
 

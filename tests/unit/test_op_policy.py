@@ -292,9 +292,9 @@ def test_the_setting_is_checked():
     assert amp_config("fp16").op_policy == "device"
     with pytest.raises(ConfigError, match="op_policy=gpu: expected one of device, cuda"):
         amp_config("fp16", op_policy="gpu")
-    warned = train.checked(["amp=tf32", "amp.op_policy=cuda", "device=cpu"])[1]
+    warned = train.checked(["amp=tf32", "amp.op_policy=cuda", "device=cpu"]).notes
     assert any("amp.op_policy=cuda has no effect in amp=tf32" in text for text in warned)
-    assert not any("op_policy" in text for text in train.checked(["amp=fp16", "amp.op_policy=cuda"])[1])
+    assert not any("op_policy" in text for text in train.checked(["amp=fp16", "amp.op_policy=cuda"]).notes)
 
 
 def test_a_run_uses_it_and_puts_it_back(own_folder, monkeypatch):

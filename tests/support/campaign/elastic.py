@@ -7,10 +7,11 @@ import os
 import random
 from pathlib import Path
 
-import train
+import recipes
 from amp_core.cli.compose import compose
+from amp_core.cli.overrides import check_overrides
+from amp_core.config.job import Job
 from amp_core.config.rules import build
-from amp_core.run.environment import Job
 from amp_core.run.launch import work
 from campaign import Plan, Result
 from campaign.harness import (
@@ -28,7 +29,6 @@ from campaign.harness import (
     wait_without_partner,
 )
 from campaign.runs import clear
-from recipes import runner
 
 MACHINES = 3
 STEPS = 12
@@ -43,10 +43,10 @@ def _machine(command: list[str], *, folder: Path, num_machines: int) -> int:
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place = folder.parent / "jobs" / rank
     place.mkdir(parents=True, exist_ok=True)
-    sound, problems = train.check_overrides(command, multirun=False)
+    sound, problems = check_overrides(command, multirun=False)
     assert not problems, problems
     (place / "job.json").write_text(Job(build(compose(sound)), str(folder), command).dumps())
-    return work(place / "job.json", runner)
+    return work(place / "job.json", recipes.run)
 
 
 def _start(folder: Path, command: list[str], num_machines: int) -> list[Child]:
