@@ -116,3 +116,10 @@ def test_gathers_in_16_and_8_bits_have_the_errors_that_are_stated(on_ranks: OnRa
     # A scale that is off by its last digit may turn a 16-bit output next to a tie; bf16 also turns codes.
     assert byte[1] == [pytest.approx(loss, rel=2**-10) for loss in full[1]]
     assert not same(half[2], full[2])
+
+
+def test_aliases_of_the_whole_shard_alone_share_what_is_stepped() -> None:
+    shard = low_shards.LowShard.of(torch.randn(4, 3), torch.bfloat16, "remainder")
+    found: list[Any] = [shard.view(4, 3), shard[:2], shard.new_zeros(4, 3)]
+    shard.high.append(shard.value() + 1)
+    assert [len(each.high) for each in found] == [1, 0, 0]
