@@ -148,7 +148,8 @@ def _look_up(name: str) -> tuple[bool, Any]:
     with contextlib.suppress(ImportError, AttributeError):
         return True, pkgutil.resolve_name(name)
     with contextlib.suppress(ImportError, AttributeError):
-        if last in pkgutil.resolve_name(owner).__annotations__:  # of its instances
+        cls = pkgutil.resolve_name(owner)
+        if isinstance(cls, type) and last in cls.__annotations__:  # of its instances
             return True, None
     _missing[name] = None
     if _told is not None:

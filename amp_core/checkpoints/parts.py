@@ -71,7 +71,6 @@ class AveragedPart(Part, Protocol):
 
     def reset(self) -> None:
         """Restart the average from the current weights of the network that is trained."""
-        ...
 
 
 @runtime_checkable
@@ -84,7 +83,6 @@ class CountingPart(Part, Protocol):
 
     def load_counters(self, progress: Mapping[str, Any], /) -> None:
         """Restore what `counters` returned; a missing count is 0."""
-        ...
 
 
 def counters_of(parts: Mapping[str, Part]) -> dict[str, Any]:
@@ -226,19 +224,16 @@ def compare(part: Part, state: Any) -> tuple[list[str], list[str]]:
         return [f"is a {type(state).__name__}, not a state dict"], []
     if isinstance(part, nn.Module):
         return _compare_net(part, state)
-    return (list(_compare_optimizer(part, state)) if isinstance(part, Optimizer) else []), []
+    return list(_compare_optimizer(part, state)) if isinstance(part, Optimizer) else [], []
 
 
 def _compare_net(net: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
     here = _portable(net, net.state_dict())
-    missing, shapes, types, converted = [], [], [], []
-    for key, new in here.items():
-        old = state.get(key)
-        if key not in state:
-            missing.append(key)
-        elif not isinstance(new, Tensor):  # what a module's get_extra_state returned
-            continue
-        elif not isinstance(old, Tensor):
+    missing, shapes, types, converted = [key for key in here if key not in state], [], [], []
+    # Others than tensors are what a module's get_extra_state returned.
+    for key, new in ((k, v) for k, v in here.items() if k in state and isinstance(v, Tensor)):
+        old = state[key]
+        if not isinstance(old, Tensor):
             types.append(f"{key} is a {type(old).__name__}")
         elif old.shape != new.shape:
             shapes.append(f"{key} is {tuple(old.shape)} there and {tuple(new.shape)} here")

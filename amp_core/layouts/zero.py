@@ -231,7 +231,8 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
             own = mine[piece.number, piece.start] = dict(entry)
             for key, value in entry.items():
                 if isinstance(value, Tensor):
-                    own[key] = _Sent(value.shape, value.dtype) if value.ndim else value.detach().cpu().clone()
+                    # On meta it stands for what its owner will send.
+                    own[key] = value.to("meta") if value.ndim else value.detach().cpu().clone()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     entries: dict[int, dict[str, Any]] = {n: e for n, e in state["state"].items() if n not in set(shared)}
@@ -239,10 +240,10 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
         for piece in pieces:
             param, number = cut.params[piece.number], shared[piece.number]
             for key, value in described.get((piece.number, piece.start), {}).items():
-                if isinstance(value, _Sent):
-                    sent = state["state"][number][key].contiguous() if owner == dist.get_rank() else None
-                    if sent is None:
-                        sent = torch.empty(value.shape, dtype=value.dtype, device=param.device)
+                if isinstance(value, Tensor) and value.is_meta:
+                    sent = value.new_empty(value.shape, device=param.device)
+                    if owner == dist.get_rank():
+                        sent.copy_(state["state"][number][key])
                     # One at a time, in the same order on all ranks: nobody holds more than one besides what it keeps.
                     dist.broadcast(_sendable(sent.view(-1)), owner)
                     if not keep:
@@ -278,14 +279,6 @@ def _cut_like(value: Any, param: Tensor, piece: _Slice) -> Any:
     if not isinstance(value, Tensor) or value.shape != param.shape:
         return value
     return _part(_empty(param, dtype=value.dtype, device=value.device).copy_(value), piece).clone()
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """Placeholder for a tensor that its owner will send."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 state_layouts.append(StateLayout(lambda optimizer: _cut_of(optimizer) is not None, on_slices, whole_state, slices_of))
