@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "library": (11_295, "base lowp step memory layouts checkpoints heads"),
     "doctor": (3_937, "doctor"),
-    "program": (16_728, "config run cli data models train.py"),
+    "program": (16_751, "config run cli data models train.py"),
     "amp_tools": (4_455, "amp_tools"),
     "scripts": (5_800, "scripts"),
     "amp_plugins": (1_126, "amp_plugins"),

@@ -46,8 +46,8 @@ def choose_run_dir(cfg: Config) -> str | None:
     return run_dir
 
 
-def check_run_dir(run_dir: str, cfg: Config) -> bool:
-    """Whether a folder holds a finished run with exactly these settings.
+def check_run_dir(run_dir: str, cfg: Config, *, in_sweep: bool = False) -> bool:
+    """Whether a folder holds a finished run with exactly these settings, which a sweep skips also with resume=never.
 
     ConfigError: a run with these settings may not write there.
     """
@@ -59,10 +59,9 @@ def check_run_dir(run_dir: str, cfg: Config) -> bool:
         raise ConfigError(f"run_dir={run_dir}: another process is writing there; wait for it, or choose another folder")
     if (stored := stored_config(folder)) is None:
         return False
-    if status_of(folder) == "finished" and not differences(stored, values, but=_FREE):
-        return True
-    if cfg.task == "predict" or not holds_checkpoint(folder):
-        return False
+    is_finished = status_of(folder) == "finished" and not differences(stored, values, but=_FREE)
+    if (is_finished and (in_sweep or cfg.resume != "never")) or cfg.task == "predict" or not holds_checkpoint(folder):
+        return is_finished
     if cfg.resume == "never":
         raise ConfigError(f"resume=never: {run_dir} holds a run already; choose another run_dir, or resume=auto")
     changed = differences(stored, values)
@@ -74,7 +73,18 @@ def check_run_dir(run_dir: str, cfg: Config) -> bool:
     return False
 
 
-_FREE = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "eval.at_start"}
+_FREE = {
+    "log",
+    "layout",
+    "device",
+    "save_every",
+    "eval_every",
+    "log_every",
+    "perf",
+    "run_dir",
+    "resume",
+    "eval.at_start",
+}
 """Settings with which a finished run would be the same."""
 
 

@@ -199,7 +199,7 @@ def _run_job(record: Record, sweep_dir: Path, apart: bool, find: Find, start: Ca
     try:
         cfg = build(compose.compose(record.overrides))  # without torch, which a job apart imports itself
         record.metric = cfg.recipe["best"]
-        if check_run_dir(run_dir, cfg):
+        if check_run_dir(run_dir, cfg, in_sweep=True):
             say(f"already finished: {run_dir}")
             record.exit_code = 0
             return 0

@@ -20,6 +20,7 @@ from amp_core.run.log import Log
 from amp_core.run.perf import planned_memory
 from amp_core.run.resume import named_place, repeats
 from amp_core.run.terminal import say
+from amp_core.run.throughput import flops_per_token, peak_of
 from amp_core.step.window import MicroBatch
 from amp_core.tensors import unwrap
 
@@ -125,10 +126,22 @@ def plan_in_detail(loop: Loop) -> str:
         f"{_times(cfg.save_every, steps)}, keeps {cfg.checkpoint.keep} and the best; "
         f"metrics {_times(cfg.log_every, steps)}",
     ]
+    lines += _roof(loop)
     inside = [name or "the whole network" for net in loop.nets for name in island_names(unwrap(net))]
     if inside:
         lines.append(f"  fp32 islands: {', '.join(inside[:8])}{', ...' if len(inside) > 8 else ''}")
     return "\n".join([*lines, "checked: settings, names, data, device, network, optimizer; nothing was written"])
+
+
+def _roof(loop: Loop) -> list[str]:
+    """An upper bound on tokens per second, from the model's FLOPs and GPUs' stated peaks; nothing for other recipes."""
+    length = loop.data.facts.get("length")
+    found = [flops_per_token(unwrap(net), length) for net in loop.nets] if length else []
+    if len(found) != 1 or found[0] is None:
+        return []
+    rates = {name: peak_of(name, loop.cfg.amp) for name in ("NVIDIA A100", "NVIDIA H100 80GB HBM3")}
+    said = ", ".join(f"{peak / found[0]:,.0f} on an {name}" for name, peak in rates.items() if peak)
+    return [f"  {found[0] / 1e9:.3g} GFLOP per token; tokens/s at most, at the stated peak: {said}"] if said else []
 
 
 def _times(every: int, steps: int) -> str:

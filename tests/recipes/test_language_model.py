@@ -362,7 +362,7 @@ def test_a_sampled_text_is_a_function_of_seed_and_weights() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_none_is_sampled_when_none_is_asked_for_or_nothing_may_be_written() -> None:
+def test_none_is_sampled_when_none_is_asked_for_or_nothing_may_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     run("a", "steps=1", "recipe.sample_tokens=0")
     assert not Path("a/samples").exists() and train.main([*SMALL, "run_dir=b", "dry_run=true"]) == 0
-    assert not Path("b").exists()
+    assert not Path("b").exists() and "GFLOP per token; tokens/s at most" in capsys.readouterr().out

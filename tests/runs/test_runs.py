@@ -96,6 +96,8 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(capsys):
         run("run_dir=a", f"steps={steps}")
         assert "already finished" in capsys.readouterr().out or steps == 3
         assert not differing(before, state(folder))
+    run("run_dir=a", "steps=4", "resume=never", code=2)
+    assert "a holds a run already" in capsys.readouterr().err
     for steps in (3, 4):
         (folder / "summary.json").unlink()  # killed between the last checkpoint and its summary
         run("run_dir=a", f"steps={steps}")
