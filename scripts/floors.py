@@ -23,9 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (11_295, "base lowp step memory layouts checkpoints heads"),
+    "library": (11_296, "base lowp step memory layouts checkpoints heads"),
     "doctor": (3_937, "doctor"),
-    "program": (16_751, "config run cli data models train.py"),
+    "program": (16_762, "config run cli data models train.py"),
     "amp_tools": (4_455, "amp_tools"),
     "scripts": (5_800, "scripts"),
     "amp_plugins": (1_126, "amp_plugins"),
@@ -37,7 +37,7 @@ program imports, the program half what a run of train.py needs besides."""
 TESTS_TO_CODE = 0.850
 """Lines of tests to those of all other Python, at most."""
 
-MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_039, 2_682
+MOST_MODULES, MOST_LINES, MOST_LINES_OF_STEP = 38, 7_043, 2_685
 """What `recipes/classification.py` and `amp_core/step/amp.py` import, at most."""
 
 MOST_LINES_OF_PATH = 569

@@ -56,6 +56,9 @@ class Interrupted(RunError):
         self.exit_code = exit_code
         self.by_signal = by_signal
 
+    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:  # pickled by the launchers of a sweep
+        return type(self), (str(self), self.exit_code, self.by_signal)
+
 
 SAME = {
     **dict.fromkeys(("gpu", "nvidia"), "cuda"), **dict.fromkeys(("test", "eval", "val", "validate"), "evaluate"),

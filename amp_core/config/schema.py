@@ -19,7 +19,7 @@ class AmpConfig:
     """Dtype of the weights; 16-bit weights compute without autocast."""
     update: Literal["master", "remainder", "stochastic", "nearest"] | None
     """How a step updates 16-bit weights: master weights, bfloat16 weights and the 16 bits that they lack of them,
-    stochastic rounding, Kahan summation, or rounding to nearest."""
+    stochastic rounding, or rounding to nearest."""
     format: Literal["fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"] | None
     """Number format that linear layers of suitable sizes multiply; null: `dtype`."""
     granularity: Literal["tensor", "row", "row_gw_hp", "block"] | None

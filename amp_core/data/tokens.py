@@ -219,6 +219,7 @@ def check_ids(shards: Sequence[Shard], vocab_size: int | None) -> int:
 
 # --- texts ------------------------------------------------------------------------------------------------------------
 
+_HOW = "set data.text_field, or --field of scripts/tokens.py"
 _MOST_LINE = 1 << 28
 _PART_CHARS, _READ_BYTES = 1 << 20, 1 << 20
 _CUT = re.compile(r"[^\W_](?=\n)")
@@ -238,7 +239,7 @@ def texts_of(file: Path, key: str, span: tuple[int, int] | None = None) -> Itera
             return
         rows: Iterator[tuple[object, Any]] = json_lines(file, key, span)
         if kind == ".parquet":
-            found = enumerate(rows_of_parquet(file, [key], "set data.text_field"), 1)
+            found = enumerate(rows_of_parquet(file, [key], _HOW), 1)
             rows = ((f"row {row}", text) for row, (text,) in found)
         for where, text in rows:
             if not isinstance(text, str):
@@ -316,7 +317,7 @@ def json_lines(file: Path, key: str, span: tuple[int, int] | None = None) -> Ite
                 raise ConfigError(f"{file}, {at}: is not JSON: {problem}") from problem
             if not isinstance(record, dict) or key not in record:
                 has = f"has the keys {', '.join(list(record)[:8])}" if isinstance(record, dict) else "is not an object"
-                raise ConfigError(f"{file}, {at}: {has}, not {key!r}; set data.text_field")
+                raise ConfigError(f"{file}, {at}: {has}, not {key!r}; {_HOW}")
             yield at, record[key]
 
 

@@ -57,7 +57,7 @@ class Environment:
         self.placement: Placement
         self.stop: Stop
         self.folder: RunFolder
-        self.host_group = self.new_host_group()
+        self.host_group: dist.ProcessGroup | None = None
         self.started = time.monotonic()
         self.summary: dict[str, Any] = {}
         self.nets: list[tuple[str, nn.Module]] = []

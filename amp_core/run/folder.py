@@ -47,9 +47,15 @@ class RunFolder:
             return
         with writing(self.path):
             path = self.path.absolute()  # fails in a folder that was removed
-            self._new = [folder for folder in (path, *path.parents) if not folder.exists()]
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(self.path)
+            for tries_left in reversed(range(100)):
+                self._new = [folder for folder in (path, *path.parents) if not folder.exists()]
+                try:
+                    path.mkdir(parents=True, exist_ok=True)
+                    self._lock = lock_folder(self.path)
+                    break
+                except FileNotFoundError:  # perhaps a refused run has just removed the folders that it made
+                    if not tries_left:  # in /proc each try fails like that
+                        raise
             with contextlib.suppress(FileNotFoundError, ValueError):
                 self.before = read_json(self.path / "summary.json")
 

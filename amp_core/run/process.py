@@ -156,6 +156,7 @@ def environment(job: Job) -> Iterator[Environment]:
                 device_id=device if device.type == "cuda" and cfg.layout.num_stages is None else None,
             )
         env = Environment(job, device, rank, local_rank, world_size)
+        env.host_group = env.new_host_group()
         undo.callback(env.nets.clear)  # before the group ends: they use it
         env.folder = folder = RunFolder(env)
         env.placement = Placement(env)

@@ -102,7 +102,8 @@ class Schedule:
 
     def _link(self) -> None:
         """Give the groups their rates at the present position: on the device this schedule's tensors."""
-        index = min(int(self.num_taken.cpu().numpy()[0]), self.num_steps - 1)  # in host memory it does not sync
+        num_taken = self.num_taken.item() if self._on_device else self.num_taken.numpy()[0]  # of the host: no sync
+        index = min(int(num_taken), self.num_steps - 1)
         for group, i in zip(self._holder.param_groups, self._owner, strict=True):
             rate = self._columns[i][index]
             group["lr"] = self._rates[i].fill_(rate)[0] if self._on_device else rate

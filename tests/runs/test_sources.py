@@ -127,7 +127,7 @@ def test_files_are_predicted_alike_when_the_training_data_is_gone(recipe, capsys
         assert train.main([*task, "run_dir=a"]) == 2 and said in capsys.readouterr().err
 
 
-def test_folders_and_masks_that_are_missing_are_named_with_one_hint(capsys):
+def test_folders_and_masks_that_are_missing_are_named_with_what_is_expected(capsys):
     images("m/train/images", "m/train/masks", "m/val/images", "m/val/masks")
     Path("m/train/masks/0.png").rename("m/train/masks/9.png")
     for data, hint in (
@@ -135,4 +135,4 @@ def test_folders_and_masks_that_are_missing_are_named_with_one_hint(capsys):
         ("recipe=segmentation data=mask_folder data.path=m", "expected the same names in images and masks"),
     ):
         assert train.main([*data.split(), "data.image_size=32", "steps=1"]) == 2
-        assert capsys.readouterr().err.count(hint) == 1
+        assert hint in capsys.readouterr().err
