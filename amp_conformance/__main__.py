@@ -42,6 +42,8 @@ def load(name: str) -> Trainer:
     plain = name.removesuffix("+")
     module, _, cls = TRAINERS.get(plain, name).rpartition(":")
     try:
+        if not module:
+            raise ValueError("there is no such trainer")
         if plain != name and plain in TRAINERS:
             trainer = importlib.import_module("amp_conformance.trainers.plugged").plugged(module, cls)()
         else:

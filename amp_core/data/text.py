@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_core.config.errors import ConfigError
+from amp_core.config.files import read_json
 from amp_core.config.schema import DataConfig
-from amp_core.config.sources import SOURCES, package_folder, text_files
+from amp_core.config.sources import SOURCES, first_few, package_folder, text_files
 from amp_core.data.base import Data, Key, unpack
 from amp_core.data.chat import Chats, rendered
 from amp_core.data.packing import IGNORE, Batch, plan
@@ -184,7 +185,13 @@ def _tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     held_out = rows.pop() if cfg.eval_path else None
     data = _data(cfg, seed, rows, held_out, tokenizer, vocab_size)
     note = f"data=tokens: a vocabulary of {found:,} ids, the largest one in the shards; data.tokenizer gives its own"
-    return data if limit else replace(data, notes=(note,))
+    if tokenizer is not None:
+        places = {shard.path.with_name(MANIFEST) for each in shards for shard in each}
+        made = {str(place): read_json(place).get("tokenizer") for place in sorted(places) if place.is_file()}
+        others = [place for place, digest in made.items() if digest not in (None, tokenizer.digest)]
+        note = f"data.tokenizer={cfg.tokenizer}: {first_few(others)} has the hash of another; its ids may mean others"
+        note = note if others else ""
+    return replace(data, notes=(note,)) if note else data
 
 
 def _chat(cfg: DataConfig, seed: int, channels: int | None) -> Data:

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chats import write_tokenizer
+from shared import data_config
 
+from amp_core.data import build_data
 from amp_core.data.tokenizers import read_tokenizer
 from amp_core.data.tokens import Documents, read_shards
 from amp_tools import tokens
@@ -67,6 +69,23 @@ def test_shards_have_the_ids_of_the_tokenizer_alone_and_whole_documents(form, nu
     }  # fmt: skip
     make("--format", form, "--shard-tokens", "300", "--val-tokens", "100")  # finished: nothing to do
     make("--format", form, "--shard-tokens", "301", code=2)
+
+
+def test_another_tokenizer_than_the_one_that_made_the_shards_is_said():
+    make("--val-tokens", "100")
+    write_tokenizer(Path("other"))
+    content = json.loads(Path("other/tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    Path("other/tokenizer.json").write_text(json.dumps(content))
+    paths = {"path": "shards/train_*", "eval_path": "shards/val_*", "length": 16}
+    for tokenizer, said in (
+        ("tok", []),
+        ("other", ["data.tokenizer=other: shards/manifest.json has the hash of another"]),
+    ):
+        notes = build_data(data_config("tokens", tokenizer=tokenizer, **paths), seed=0).notes
+        assert [note.partition(";")[0] for note in notes] == said
 
 
 def _firsts(shards, documents):
