@@ -132,7 +132,7 @@ def _begin(folder: Path, about: dict[str, Any]) -> None:
         if (folder / name).exists():
             old = read_json(folder / name)
             if changed := [key for key, value in about.items() if old.get(key) != json.loads(json.dumps(value))]:
-                raise ConfigError(f"{folder}: was begun with another {', '.join(changed)}; choose another folder")
+                raise ConfigError(f"{folder}: was begun with other {', '.join(changed)}; choose another folder")
             return
     if foreign := [name for name in sorted(os.listdir(folder)) if not name.startswith(".tmp-")]:
         raise ConfigError(f"{folder}: holds {foreign[0]}, and no {_PLAN} of an earlier start; choose a new folder")
@@ -259,6 +259,8 @@ def _join(job: Job, units: Sequence[Unit], tokenizer: Tokenizer) -> dict[str, di
     if not any(name.startswith("train") for name in found):
         raise ConfigError(
             f"--val-tokens={job.val_tokens}: leaves no document to train on; expected fewer, or more texts"
+            if job.val_tokens
+            else "the sources hold no document; expected texts"
         )
     sync_folder(job.folder)
     return found

@@ -44,7 +44,7 @@ TESTS = """
     campaign/optimizers runs/low_shards unit/buffers unit/checkpoint unit/checkpoint_damage
     unit/checkpoint_optimizers unit/clip unit/compiled unit/ddp unit/products unit/through_fp32 unit/formats
     unit/fused unit/graph unit/groups unit/idioms unit/islands unit/island_patterns unit/losses unit/meters
-    unit/misuse unit/moments unit/muon unit/op_policy unit/precision unit/ranks unit/recast unit/recompute
+    unit/misuse unit/moments unit/muon unit/observer unit/op_policy unit/precision unit/ranks unit/recast unit/recompute
     unit/right_and_wrong unit/scaler unit/schedule_ema unit/skips unit/sparse_gradients unit/step_cost unit/waits
     unit/weights unit/weights_in_networks unit/windows unit/zero"""
 FLIPPED = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.Lt: ast.GtE, ast.Gt: ast.LtE}

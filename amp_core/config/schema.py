@@ -461,10 +461,10 @@ class Config:
     task: Literal["train", "evaluate", "predict", "export"]
     """predict: write predictions.jsonl into the run folder; export: write `export.path`."""
     predict_on: str | None
-    """task=predict: a folder of images, whose training data may be gone; or a .jsonl file of {"prompt": "..."} a
-    line, which a language model continues by `recipe.sample_tokens` (64) at `recipe.temperature` (0: greedy). null: the
-    evaluation data. What cannot be read gets a line with its `error`, and they are counted; the exit code is 1 only if
-    none can be read."""
+    """task=predict: images, recordings or a table as the run's data (which may be gone), or a .jsonl file of
+    {"prompt": "..."} a line, which a language model continues by `recipe.sample_tokens` (64) at `recipe.temperature`
+    (0: greedy). null: the evaluation data. What cannot be read gets a line with its `error`, and they are counted; the
+    exit code is 1 only if none can be read."""
     log: LogConfig
     perf: PerfConfig
     checkpoint: CheckpointConfig

@@ -316,8 +316,9 @@ def json_lines(file: Path, key: str, span: tuple[int, int] | None = None) -> Ite
             except (ValueError, RecursionError) as problem:
                 raise ConfigError(f"{file}, {at}: is not JSON: {problem}") from problem
             if not isinstance(record, dict) or key not in record:
-                has = f"has the keys {', '.join(list(record)[:8])}" if isinstance(record, dict) else "is not an object"
-                raise ConfigError(f"{file}, {at}: {has}, not {key!r}; {_HOW}")
+                if not isinstance(record, dict):
+                    raise ConfigError(f"{file}, {at}: is not an object, expected one with the key {key!r}")
+                raise ConfigError(f"{file}, {at}: has the keys {', '.join(list(record)[:8])}, not {key!r}; {_HOW}")
             yield at, record[key]
 
 

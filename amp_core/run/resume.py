@@ -39,6 +39,7 @@ def progress_of(loop: Loop) -> dict[str, Any]:
         "meters": loop.metrics.states(loop.env.host_group),
         "is_evaluated": loop.evaluation.step == loop.step,
         "excluded": loop.data.excluded,
+        "train_samples": len(loop.data.train),
     }
 
 
@@ -145,6 +146,9 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
         said = "has other classes, or in another order, than the run was trained with, such as"
         changes = [f"data.path={cfg.data.path}: {said} {', '.join(others[:3])}"]
     if cfg.task == "train":
+        before, now = progress.get("train_samples"), len(loop.data.train)
+        if before not in (None, now) and progress.get("excluded") == loop.data.excluded:
+            changes.append(f"data.path={cfg.data.path}: has {now:,} samples to train on, and had {before:,} before")
         _check_changes(loop, loaded, notes, changes)
         _keep_samples_per_step(loop, loaded, notes)
     else:
