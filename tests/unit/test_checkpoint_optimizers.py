@@ -12,6 +12,8 @@ import pytest
 import torch
 from checkpointing import bits, forge, must_load, pickled, tiny
 from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 
 from amp_core import Amp, Ema, Schedule, master_params
 from amp_core.checkpoints.checkpoint import Checkpoint
@@ -155,6 +157,26 @@ def test_state_in_groups_is_loaded_and_settings_are_not(tmp_path: Path, format: 
         return bits([net.state_dict(), {**optimizer.state_dict(), "param_groups": groups and None}, groups[0]["k"]])
 
     assert everything(net2, optimizer2) == everything(net, optimizer)
+
+
+def test_a_rate_that_a_schedule_sets_is_no_changed_setting(tmp_path: Path) -> None:
+    def build() -> dict[str, Any]:
+        net = tiny(0.5)
+        optimizer = SGD(net.parameters(), lr=0.1)
+        return {
+            "model": net,
+            "optimizer": optimizer,
+            "schedule": Schedule(optimizer, lambda made, _: StepLR(made, 1, 0.5), 4),
+        }
+
+    parts, amp = build(), Amp.named("fp32")
+    amp.backward(parts["model"](torch.ones(1, 4)).square().sum())
+    parts["schedule"].advance(amp.step(parts["optimizer"]))
+    Checkpoint(tmp_path, **parts).save(1)
+    other = build()
+    assert must_load(Checkpoint(tmp_path, **other)).notes == ()
+    before, after = (float(each["optimizer"].param_groups[0]["lr"]) for each in (parts, other))
+    assert before == after < 0.1
 
 
 def test_a_snapshot_puts_back_what_is_in_the_groups(tmp_path: Path) -> None:
