@@ -72,7 +72,8 @@ def test_tokens_that_mean_nothing_to_the_network_are_refused_with_what_to_do(typ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1800)  # 134 million weights, in fp32
+@pytest.mark.parametrize("is_real", [False, True])
 def test_the_six_commands_lead_to_a_folder_that_generates_what_was_predicted(is_real, capsys):
     import_torchvision()  # transformers does so, which fails beside another build of torch
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
