@@ -89,7 +89,9 @@ def test_the_six_commands_lead_to_a_folder_that_generates_what_was_predicted(is_
     Path("chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     Path("prompts.jsonl").write_text('{"prompt": "def f(x):"}\n' + json.dumps({"messages": ask}) + "\n")
     for command in commands[1:5]:
-        assert train.main([*command[2:], "device=cpu", "log.progress=false"]) == 0, command
+        # Prompts are predicted in a batch: in 16 bits the rounding of its shapes may turn a near tie.
+        exact = ["amp=fp32"] * ("task=predict" in command)
+        assert train.main([*command[2:], "device=cpu", "log.progress=false", *exact]) == 0, command
     assert (
         "at the start" in capsys.readouterr().out
         or json.loads(Path("runs/chat/summary.json").read_text())["eval_at_start"]
@@ -105,8 +107,7 @@ def test_the_six_commands_lead_to_a_folder_that_generates_what_was_predicted(is_
         chat["messages"], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     for line, ids in ((prompt, asked), (chat, chatted)):
-        with torch.autocast("cpu", torch.bfloat16):  # as the run
-            text = net.generate(
-                **{key: ids[key] for key in ("input_ids", "attention_mask")}, max_new_tokens=64, do_sample=False
-            )
+        text = net.generate(
+            **{key: ids[key] for key in ("input_ids", "attention_mask")}, max_new_tokens=64, do_sample=False
+        )
         assert tokenizer.decode(text[0, ids["input_ids"].shape[1] :], skip_special_tokens=True) == line["text"]
