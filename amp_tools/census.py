@@ -19,9 +19,10 @@ from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.operations import UNWRITTEN, is_view
 from amp_core.doctor.places import Location, current_node, last_node
 from amp_core.doctor.trace import Trace
-from amp_core.doctor.values import HALF, storage_key
+from amp_core.doctor.values import storage_key
 from amp_core.memory.recompute import recomputed
 from amp_core.step.observer import Observer, observing
+from amp_core.tensors import HALF
 
 if TYPE_CHECKING:
     from amp_core.step.amp import Amp

@@ -23,9 +23,9 @@ from amp_core.doctor.operations import Call, in_float64
 from amp_core.doctor.places import Location
 from amp_core.doctor.plain_loop import PlainLoop
 from amp_core.doctor.trace import Trace
-from amp_core.doctor.values import HALF
 from amp_core.run.loop import Loop
 from amp_core.run.replay import replay, rerun_step
+from amp_core.tensors import HALF
 
 
 @dataclass(frozen=True)

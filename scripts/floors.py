@@ -23,10 +23,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 BUDGETS = {
-    "library": (11_296, "base lowp step memory layouts checkpoints heads"),
-    "doctor": (3_937, "doctor"),
-    "program": (16_774, "config run cli data models train.py"),
-    "amp_tools": (4_457, "amp_tools"),
+    "library": (11_298, "base lowp step memory layouts checkpoints heads"),
+    "doctor": (3_938, "doctor"),
+    "program": (16_766, "config run cli data models train.py"),
+    "amp_tools": (4_458, "amp_tools"),
     "scripts": (5_800, "scripts"),
     "amp_plugins": (1_126, "amp_plugins"),
     "amp_conformance": (2_877, "amp_conformance"),

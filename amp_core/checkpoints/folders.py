@@ -220,7 +220,8 @@ def remove_old(
     sound: dict[int, bool] = {}
 
     def is_sound(step: int) -> bool:
-        sound[step] = sound.get(step, True) and verify(paths[step])
+        if step not in sound:
+            sound[step] = verify(paths[step])
         return sound[step]
 
     # Those that stay are verified before others go: a damaged newest one must not cost the last sound one.

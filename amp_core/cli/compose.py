@@ -257,9 +257,8 @@ def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, An
     if "experiment" in values:
         raise ConfigError(f"experiment={chosen['experiment']}: the file has to begin with the line # @package _global_")
     flat = _check_values(values)
-    for (
-        group
-    ) in FREE:  # schedule.name=StepLR alone leaves the options of warmup_cosine, which were not typed, in its file
+    # schedule.name=StepLR alone leaves the options of warmup_cosine, which were not typed, in its file.
+    for group in FREE:
         node, file = values[group], read_once(group, chosen[group], tuple(config_dirs()))
         if isinstance(node, dict) and isinstance(node.get("options"), dict) and node.get("name") != file["name"]:
             for key, value in file["options"].items():

@@ -73,18 +73,8 @@ def check_run_dir(run_dir: str, cfg: Config, *, in_sweep: bool = False) -> bool:
     return False
 
 
-_FREE = {
-    "log",
-    "layout",
-    "device",
-    "save_every",
-    "eval_every",
-    "log_every",
-    "perf",
-    "run_dir",
-    "resume",
-    "eval.at_start",
-}
+_FREE = {"log", "layout", "device", "save_every", "eval_every", "log_every", "perf", "run_dir", "resume"}
+_FREE |= {"eval.at_start"}
 """Settings with which a finished run would be the same."""
 
 

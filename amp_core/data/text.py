@@ -184,14 +184,17 @@ def _tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     rows = [Documents(each, vocab_size=vocab_size) for each in shards]
     held_out = rows.pop() if cfg.eval_path else None
     data = _data(cfg, seed, rows, held_out, tokenizer, vocab_size)
-    note = f"data=tokens: a vocabulary of {found:,} ids, the largest one in the shards; data.tokenizer gives its own"
-    if tokenizer is not None:
-        places = {shard.path.with_name(MANIFEST) for each in shards for shard in each}
-        made = {str(place): read_json(place).get("tokenizer") for place in sorted(places) if place.is_file()}
-        others = [place for place, digest in made.items() if digest not in (None, tokenizer.digest)]
+    if tokenizer is None:
+        note = (
+            f"data=tokens: a vocabulary of {found:,} ids, the largest one in the shards; data.tokenizer gives its own"
+        )
+        return replace(data, notes=(note,))
+    places = {shard.path.with_name(MANIFEST) for each in shards for shard in each}
+    made = {str(place): read_json(place).get("tokenizer") for place in sorted(places) if place.is_file()}
+    if others := [place for place, digest in made.items() if digest not in (None, tokenizer.digest)]:
         note = f"data.tokenizer={cfg.tokenizer}: {first_few(others)} has the hash of another; its ids may mean others"
-        note = note if others else ""
-    return replace(data, notes=(note,)) if note else data
+        return replace(data, notes=(note,))
+    return data
 
 
 def _chat(cfg: DataConfig, seed: int, channels: int | None) -> Data:

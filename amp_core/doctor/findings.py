@@ -16,7 +16,8 @@ from torch import Tensor
 
 from amp_core.doctor.operations import SUBTRACTS, Call, cancels, small_number, underflows
 from amp_core.doctor.places import Location
-from amp_core.doctor.values import HALF, Range, compared, dtype_name, is_plain
+from amp_core.doctor.values import Range, compared, dtype_name, is_plain
+from amp_core.tensors import HALF
 
 T = TypeVar("T")
 Search = Generator[Any, None, T]

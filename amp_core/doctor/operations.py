@@ -13,8 +13,9 @@ from torch import Tensor
 
 from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.places import Location
-from amp_core.doctor.values import HALF, compared, dense, is_finite, is_plain, storage_key
+from amp_core.doctor.values import compared, dense, is_finite, is_plain, storage_key
 from amp_core.lowp.islands import changed
+from amp_core.tensors import HALF
 
 UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
 UNWRITTEN |= {"empty_permuted", "_efficientzerotensor"}

@@ -23,7 +23,7 @@ from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.doctor.operations import is_view
 from amp_core.doctor.places import current_node
 from amp_core.doctor.trace import DispatchMode, Trace
-from amp_core.doctor.values import HALF, compared, dense, is_finite, is_plain, named_tensors, own_names, parts_of
+from amp_core.doctor.values import compared, dense, is_finite, is_plain, named_tensors, own_names, parts_of
 from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import changed
 from amp_core.memory.compiled import eagerly, may_compile
@@ -31,7 +31,7 @@ from amp_core.step.amp import Amp
 from amp_core.step.gradients import check_gradients, weights_of, with_grads
 from amp_core.step.report import Rehearsal
 from amp_core.step.steppable import require_no_closure
-from amp_core.tensors import is_sharded, local
+from amp_core.tensors import HALF, is_sharded, local
 
 
 class _NotFiniteError(BaseException):

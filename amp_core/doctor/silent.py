@@ -28,7 +28,7 @@ from amp_core.doctor.fixes import FixSearch
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.trace import Trace
-from amp_core.doctor.values import HALF, bad_rows, is_finite, named_tensors, spread
+from amp_core.doctor.values import bad_rows, is_finite, named_tensors, spread
 from amp_core.lowp.islands import as_islands, islands_of, named_modules
 from amp_core.lowp.masters import is_low, master_params
 from amp_core.memory.recompute import recomputed
@@ -36,7 +36,7 @@ from amp_core.run.loop import Loop
 from amp_core.run.meters import Symptoms
 from amp_core.run.replay import replay
 from amp_core.step.observer import Observer, observing
-from amp_core.tensors import local
+from amp_core.tensors import HALF, local
 
 logger = logging.getLogger("amp_recipes")
 

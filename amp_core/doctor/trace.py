@@ -26,10 +26,10 @@ from amp_core.doctor import operations, values
 from amp_core.doctor.findings import Collision, Finding, Marks, batch_sizes, collision_of, new_marks
 from amp_core.doctor.operations import Call, Input
 from amp_core.doctor.places import BEFORE, Location, Places, class_name, current_node
-from amp_core.doctor.values import HALF, Range, is_finite, storage_key
+from amp_core.doctor.values import Range, is_finite, storage_key
 from amp_core.lowp.masters import weights_by_side
 from amp_core.step.observer import Observer
-from amp_core.tensors import is_dtensor, local
+from amp_core.tensors import HALF, is_dtensor, local
 from amp_core.torch_private import find, need
 
 logger = logging.getLogger("amp_recipes")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from amp_core.tensors import local
 from amp_core.torch_private import storage_of
 
-HALF = (torch.float16, torch.bfloat16)
 _PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 _DEEPEST = 8
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_core.tensors import HALF
 from amp_core.torch_private import base_of, is_missing, version_of
 
 
@@ -32,7 +33,7 @@ class Recast:
 
     def pack(self, tensor: Tensor) -> Any:
         """What to save in place of `tensor`; often itself."""
-        if tensor.dtype not in (torch.bfloat16, torch.float16):
+        if tensor.dtype not in HALF:
             return tensor
         copy = tensor if base_of(tensor) is None else base_of(tensor)
         weight = cast_weight(copy)

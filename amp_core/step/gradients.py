@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_core.tensors import global_grad_norm, is_dtensor, is_state_sharded, local
+from amp_core.tensors import HALF, global_grad_norm, is_dtensor, is_state_sharded, local
 from amp_core.torch_private import find, foreach_norm
 
 _run_backward = find("torch.autograd.graph._engine_run_backward")
@@ -62,7 +62,7 @@ def check_gradients(grads: list[Tensor], *, scaled: bool, optimizer: torch.optim
     # A set: most networks have one kind, and the loop below runs once, whatever the number of weights.
     kinds = set(map(_traits, grads))
     for _, dtype, layout in kinds:
-        if dtype in (torch.float16, torch.bfloat16) and scaled:
+        if dtype in HALF and scaled:
             raise TypeError(
                 f"the weights are {dtype}, whose gradients cannot be unscaled without loss; keep them in float32 and "
                 f"let amp.autocast() cast: do not call model.half(). amp.prepare(model) names them"

@@ -11,7 +11,7 @@ import torch
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.schema import AmpConfig
-from amp_core.tensors import UNTESTED_DEVICES, is_there
+from amp_core.tensors import HALF, UNTESTED_DEVICES, is_there
 
 _allow_in_convolutions = functools.partial(setattr, torch.backends.cudnn, "allow_tf32")
 _before: dict[Callable[[Any], None], Any] = {}
@@ -38,7 +38,7 @@ def set_for(config: AmpConfig, device: torch.device, low: torch.dtype, wanted: b
         from amp_core.lowp.op_policy import use_cuda_policy  # other runs need none of it
 
         use_cuda_policy()
-    if low in (torch.float16, torch.bfloat16) and device.type == "cpu":
+    if low in HALF and device.type == "cpu":
         from amp_core.lowp.through_fp32 import compute_in_fp32
 
         compute_in_fp32(low)

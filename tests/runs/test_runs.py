@@ -325,18 +325,6 @@ DOCUMENTS = {
 MOVES = "packed-ddp-norm packed-fsdp-norm cut-fsdp-none mixed-ddp-none chat-fsdp-none"
 
 
-def test_a_text_that_changed_since_the_checkpoint_is_refused_with_both_counts(capsys):
-    Path("t").mkdir()
-    Path("t/a.txt").write_text("x = 1\n" * 900)
-    settings = ["data=text", "data.path=t", "data.length=16", "data.num_samples=null", "schedule.horizon=2"]
-    run_recipe("language_model", "a", *settings, "steps=1")
-    Path("t/b.txt").write_text("y = 2\n" * 900)
-    capsys.readouterr()
-    run_recipe("language_model", "a", *settings, "steps=2", code=2)
-    assert " samples to train on, and had " in capsys.readouterr().err
-    run_recipe("language_model", "a", *settings, "steps=2", "allow_changes=true")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, layout, clip", [row.split("-") for row in MOVES.split()])
 def test_documents_and_chats_move_to_another_number_of_ranks(kind, layout, clip, monkeypatch):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from small import SMALL
+from test_recipes import run as run_recipe
 
 import train
 
@@ -136,3 +137,15 @@ def test_folders_and_masks_that_are_missing_are_named_with_what_is_expected(caps
     ):
         assert train.main([*data.split(), "data.image_size=32", "steps=1"]) == 2
         assert hint in capsys.readouterr().err
+
+
+def test_a_text_that_changed_since_the_checkpoint_is_refused_with_both_counts(capsys):
+    Path("t").mkdir()
+    Path("t/a.txt").write_text("x = 1\n" * 900)
+    settings = ["data=text", "data.path=t", "data.length=16", "data.num_samples=null", "schedule.horizon=2"]
+    run_recipe("language_model", "a", *settings, "steps=1")
+    Path("t/b.txt").write_text("y = 2\n" * 900)
+    capsys.readouterr()
+    run_recipe("language_model", "a", *settings, "steps=2", code=2)
+    assert " samples to train on, and had " in capsys.readouterr().err
+    run_recipe("language_model", "a", *settings, "steps=2", "allow_changes=true")
