@@ -69,9 +69,9 @@ class Row:
 
     @property
     def score(self) -> str:
-        """How many it passed of those that it offers."""
+        """How many it passed of those that it offers: 30/51."""
         found = [self.status(name) for name in CHECKS]
-        return f"{found.count('passed')} of {len(found) - found.count('not offered')}"
+        return f"{found.count('passed')}/{len(found) - found.count('not offered')}"
 
 
 def kept(file: Path) -> dict[str, Row]:
@@ -95,15 +95,11 @@ def write(page: Path, rows: Mapping[str, Row]) -> None:
     Raises:
         ValueError: it has no such marks.
     """
-    text, found = page.read_text(), False
-    for name, make in TABLES.items():
-        begin, end = f"<!-- begin of the {name} -->", f"<!-- end of the {name} -->"
-        head, is_there, rest = text.partition(begin)
-        if is_there and end in rest:
-            text, found = f"{head}{begin}\n{make(rows)}\n{end}{rest.partition(end)[2]}", True
-    if not found:
+    head, begin, rest = page.read_text().partition("<!-- begin of the table -->")
+    _, end, tail = rest.partition("<!-- end of the table -->")
+    if not end:
         raise ValueError(f"{page}: the marks <!-- begin of the table --> and <!-- end of the table --> are missing")
-    page.write_text(text)
+    page.write_text(f"{head}{begin}\n{table(rows)}\n{end}{tail}")
 
 
 def _pairs(rows: Mapping[str, Row], suffix: str = "") -> Iterator[tuple[str, list[Row]]]:
@@ -113,36 +109,40 @@ def _pairs(rows: Mapping[str, Row], suffix: str = "") -> Iterator[tuple[str, lis
 
 
 def _lines(names: Iterable[str], pairs: Sequence[Sequence[Row]]) -> list[str]:
-    """A row per check; one with fused optimizers joins the row of its twin where all marks are the same."""
+    """A table: a column per trainer, a row per check; a fused twin joins its check's row if all marks are the same."""
     marks = {
-        name: " | ".join(" / ".join(dict.fromkeys(MARKS[row.status(name)] for row in pair)) or "-" for pair in pairs)
+        name: " | ".join("→".join(dict.fromkeys(MARKS[row.status(name)] for row in pair)) or "-" for pair in pairs)
         for name in names
     }
     joined = {f"{name}, fused" for name in marks if marks[name] == marks.get(f"{name}, fused")}
     shown = {
         name: f"{name}, fused or not" if f"{name}, fused" in joined else name for name in marks if name not in joined
     }
-    return [f"| [{text}](BEHAVIOURS.md#{CHECKS[name].trap}) | {marks[name]} |" for name, text in shown.items()]
+    lines = [f"| check | {' | '.join(pair[0].title for pair in pairs)} |", "| --- |" + " --- |" * len(pairs)]
+    lines += [f"| [{text}](BEHAVIOURS.md#{CHECKS[name].trap}) | {marks[name]} |" for name, text in shown.items()]
+    return [*lines, f"| **passed of offered** | {' | '.join('→'.join(row.score for row in pair) for pair in pairs)} |"]
 
 
-def _total(pairs: Iterable[Sequence[Row]]) -> str:
-    scores = (" / ".join(row.score for row in pair) or "-" for pair in pairs)
-    return f"| **passed of what is offered** | {' | '.join(scores)} |"
+def _split(pairs: Iterable[Sequence[Row]]) -> tuple[list[Sequence[Row]], str]:
+    """The trainers that fail a check, and a sentence about the others."""
+    ran = [pair for pair in pairs if pair]
+    columns = [pair for pair in ran if any(row.failed for row in pair)]
+    others = ", ".join(f"{pair[0].title} ({pair[0].score})" for pair in ran if pair not in columns)
+    return columns, f" Without a failure: {others}." if others else ""
 
 
 def table(rows: Mapping[str, Row]) -> str:
-    """Checks that somebody fails x trainers, each before and with its plugin; with fused optimizers."""
-    alone, whole = dict(_pairs(rows)), dict(_pairs(rows, FUSED))  # of the same trainers, in the same order
-    pairs = list(alone.values())
-    every = [row for pair in pairs for row in pair]
+    """Checks that somebody fails x trainers that fail one, without and with the plugin; then with fused optimizers."""
+    alone, whole = dict(_pairs(rows)), dict(_pairs(rows, FUSED))
+    every = [row for pair in alone.values() for row in pair]
     last = max(every, key=lambda row: row.ran_on[-1])
     seeds = " and ".join(map(str, dict.fromkeys(seed for row in every for seed in row.seeds)))
-    heads = [f"| check | {' | '.join(pair[0].title for pair in pairs)} |", "| --- |" + " --- |" * len(pairs)]
-    lines = [f"{', '.join(last.ran_on)}; of seeds {seeds} the worse one. `no / yes`: without and with the plugin.", ""]
-    lines += [f"`{REPRODUCE}` runs one check; the names of trainers are {', '.join(alone)}, with `+` protected.", ""]
+    columns, right = _split(alone.values())
+    lines = [f"{', '.join(last.ran_on)}; the worse of seeds {seeds}. `no→yes`: without, and with the plugin.", ""]
+    lines += [f"`{REPRODUCE}` runs one check; trainers: {', '.join(alone)}, with `+` protected.", ""]
     bad = [name for name in CHECKS if any(name in row.failed for row in every)]
-    lines += [*heads, *_lines(bad, pairs), _total(pairs), ""]
-    lines += [f"The other {len(CHECKS) - len(bad)} checks are passed by every trainer that offers them."]
+    lines += [*_lines(bad, columns), ""]
+    lines += [f"All trainers pass the other {len(CHECKS) - len(bad)} checks, if they offer them.{right}"]
     if others := [row for pair in whole.values() for row in pair]:
 
         def as_above(row: Row, name: str) -> str:
@@ -152,22 +152,7 @@ def table(rows: Mapping[str, Row]) -> str:
         differ = [
             name for name in CHECKS if any(r.status(name) not in ("not offered", as_above(r, name)) for r in others)
         ]
-        lines += ["", "With fused optimizers in every check; those that come out otherwise than above:", "", *heads]
-        lines += [*_lines(differ, list(whole.values())), _total(whole.values())]
+        columns, right = _split(whole.values())
+        lines += ["", f"With fused optimizers in every check, where the result differs.{right}", ""]
+        lines += _lines(differ, columns)
     return "\n".join(lines)
-
-
-def counts(rows: Mapping[str, Row]) -> str:
-    """How many checks each trainer passes without and with its plugin."""
-    pairs, whole = dict(_pairs(rows)), dict(_pairs(rows, FUSED))
-    names = [name for name, pair in pairs.items() if len(pair) == 2]
-    lines = [f"| passed | {' | '.join(pairs[name][0].title for name in names)} |", "| --- |" + " --- |" * len(names)]
-    for i, what in enumerate(("without", "with the plugin")):
-        lines.append(f"| {what} | {' | '.join(pairs[name][i].score for name in names)} |")
-        if all(len(whole[name]) == 2 for name in names):
-            lines.append(f"| {what}, fused optimizers | {' | '.join(whole[name][i].score for name in names)} |")
-    return "\n".join(lines)
-
-
-TABLES = {"table": table, "counts": counts}
-"""Name of the marks on a page -> what stands between them."""

@@ -1,9 +1,9 @@
-"""Put trainers through the checks of `amp_conformance`; write the tables of docs/CONFORMANCE.md and OTHER_TRAINERS.md.
+"""Put trainers through the checks of `amp_conformance`; write the tables of docs/CONFORMANCE.md.
 
     python scripts/conformance.py --trainer accelerate
     python scripts/conformance.py --seed 1 --seed 2 --keep benchmarks/conformance.json            all that are installed
     python scripts/conformance.py --seed 1 --seed 2 --keep benchmarks/conformance.json --fused \\
-        --write docs/CONFORMANCE.md --write docs/OTHER_TRAINERS.md
+        --write docs/CONFORMANCE.md
 
 A run that is begun again goes on with the trainers that the file lacks.
 """

@@ -60,7 +60,7 @@ def show_formats() -> None:
     x = torch.randn(4096, 256)
     outlier = x.clone()
     outlier[0, 0] = 1e4 * x.abs().max()
-    print("| format | bits | error | largest off by over 1/16 | zeros beside an outlier |")
+    print("| format | bits | error | largest off by over 1/16, % | zeros beside an outlier, % |")
     print("| --- | --- | --- | --- | --- |")
     for name, how in FORMATS.items():
         if isinstance(how, torch.dtype):
@@ -69,9 +69,9 @@ def show_formats() -> None:
             low, beside = quantise(x, how).dense(), quantise(outlier, how).dense()
         error = float((low - x).norm() / x.norm())
         peaks, theirs = x.view(-1, 32).abs().amax(1), low.view(-1, 32).abs().amax(1)
-        off = ((theirs - peaks).abs() / peaks > 1 / 16).float().mean().item()
-        zeros = (beside == 0).float().mean().item()
-        print(f"| {name} | {bits(how, 256):.3g} | {error:.4f} | {off:.1%} | {zeros:.1%} |".replace("%", " %"))
+        off = 100 * ((theirs - peaks).abs() / peaks > 1 / 16).float().mean().item()
+        zeros = 100 * (beside == 0).float().mean().item()
+        print(f"| {name} | {bits(how, 256):.3g} | {error:.4f} | {off:.1f} | {zeros:.1f} |")
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -114,19 +114,20 @@ LAYOUTS = ("single", "ddp", "fsdp", "hsdp", "data_parallel", "model_parallel")
 
 
 def layouts() -> str:
-    """The table of modes and layouts, modes of the same row together: yes, or why a configuration is refused."""
+    """The modes that layouts refuse, those with the same reason in a line; all others run."""
     extra = {"hsdp": ["layout.shard_size=2"], "model_parallel": ["layout.num_stages=2"]}
     nodes = {layout: compose([f"layout={layout}", *extra.get(layout, [])])["layout"] for layout in LAYOUTS}
-    rows: dict[str, list[str]] = {}
+    refused: dict[tuple[str, str], list[str]] = {}
     for mode in MODES:
-        cells, values = [], compose(f"amp={mode}".split())
+        values = compose(f"amp={mode}".split())
+        reasons: dict[str, list[str]] = {}
         for layout in LAYOUTS:
-            problems = validate(values | {"layout": nodes[layout]})[1]
-            reason = problems[0].split(": ", 1)[1].split(";")[0] if problems else "yes"
-            cells.append(reason.replace(f" (amp={mode.split()[0]})", ""))
-        rows.setdefault(" | ".join(cells), []).append(f"`{mode}`")
-    lines = ["| mode | " + " | ".join(LAYOUTS) + " |", "| --- |" + " --- |" * len(LAYOUTS)]
-    return "\n".join([*lines, *(f"| {', '.join(modes)} | {cells} |" for cells, modes in rows.items())])
+            if problems := validate(values | {"layout": nodes[layout]})[1]:
+                reason = problems[0].split(": ", 1)[1].split(";")[0].replace(f" (amp={mode.split()[0]})", "")
+                reasons.setdefault(reason, []).append(f"`{layout}`")
+        for reason, where in reasons.items():
+            refused.setdefault((", ".join(where), reason), []).append(f"`{mode}`")
+    return "\n".join(f"- {', '.join(modes)} in {where}: {reason}" for (where, reason), modes in refused.items())
 
 
 # --- training
@@ -266,14 +267,7 @@ def magnitudes(axes: Any) -> None:
 def outliers(axes: Any) -> None:
     """The part of the numbers that become 0 beside one that is larger than all others."""
     x, factors = torch.randn(1024, 256), [2.0**k for k in range(25)]
-    for name in (
-        "E4M3, scale of a tensor",
-        "E4M3, of a row",
-        "E4M3, of 1 x 128",
-        "mxfp8 (E4M3)",
-        "mxfp4 (E2M1)",
-        "nvfp4",
-    ):
+    for name in (*PICTURED[2:5], "mxfp8 (E4M3)", "mxfp4 (E2M1)", "nvfp4"):
         zeros = []
         for factor in factors:
             beside = x.clone()

@@ -33,21 +33,22 @@ COLUMNS = ("CPU, fp16", "CUDA, fp16", "CPU, bf16", "CUDA, bf16", "explicit, fp16
 TEXT = """\
 # What autocast casts, by device
 
-CPU autocast and CUDA autocast differ for {differ} of {ops} operators. `amp.op_policy=cuda` gives a CPU the decisions
-of CUDA for a whole run (`python train.py amp=fp16 amp.op_policy=cuda device=cpu`); then {left} differ{those}.
+CPU and CUDA autocast differ for {differ} of {ops} operators; with CUDA's decisions on a CPU {left} differ{those}:
 
-Made by `python scripts/op_policy.py --write` with torch {version}, by calling each operator under autocast to fp16;
-fake tensors go through CUDA's dispatch, which GRU cells, `grid_sample` and recurrent layers refuse. Without `--write`
-it also prints what is the same on both.
+    python train.py amp=fp16 amp.op_policy=cuda device=cpu
+
+Made by `python scripts/op_policy.py --write` with torch {version}, which calls each operator under fp16 autocast, for
+CUDA with fake tensors (not GRU cells, `grid_sample`, recurrent layers). Without `--write` it also prints what is the
+same on both.
 
 | in a cell | the result |
 | --- | --- |
 | fp16, fp32 | has this dtype, whether the inputs are 16-bit or fp32 |
-| as given | has the dtype of the input |
-| widest | is fp32 as soon as one input is |
-| as given, not mixed | has the dtype of the inputs, which must be the same |
+| as given | has the input's dtype |
+| widest | is fp32 if an input is |
+| as given, not mixed | has the inputs' dtype, which must be the same |
 | raises | is an error |
-| one / another | is the one for 16-bit inputs, the other for fp32 inputs |
+| one / another | is one for 16-bit inputs, the other for fp32 |
 
 ## Different on a CPU and on CUDA
 
@@ -55,16 +56,16 @@ it also prints what is the same on both.
 
 ## What `amp.op_policy=cuda` changes
 
-It also removes casts that only CPU autocast has. `{through}` then computes in fp32 and rounds its result. These keep
-their CPU casts:
+It also removes casts that only CPU autocast has; `{through}` then computes in fp32 and rounds. These keep their CPU
+casts:
 
 {kept}
 
 ## Autocast and explicit dtypes
 
-Where weights and inputs are 16-bit and nothing is autocast, as with FSDP2's `MixedPrecisionPolicy(param_dtype=...)` or
-with weights that a program casts at each use, an operator computes in the dtype of its inputs: losses, norms and sums
-want `.float()`, and 16-bit beside fp32 inputs want a cast. Those of CUDA's fp32 operators that give anything but fp16:
+Without autocast on 16-bit weights and inputs, as with FSDP2's `MixedPrecisionPolicy(param_dtype=...)` or weights cast
+at each use, an operator computes in its inputs' dtype: losses, norms and sums need `.float()`, and 16-bit beside fp32
+inputs a cast. Those of CUDA's fp32 operators that give anything but fp16:
 
 {explicit}
 

@@ -172,12 +172,13 @@ def verdicts(name: str, entry: dict[str, Any]) -> dict[str, Comparison]:
 
 
 def verdict(c: Comparison) -> str:
-    """Difference, its 95 % interval, and what follows."""
+    """Difference, its 95 % interval, and what follows unless that is "equal"."""
+    kind = "" if c.kind == "equal" else f" **{c.kind}**"
     if c.low is None or c.high is None:
-        return f"{signed(c.difference, 4)} **{c.kind}**"
+        return f"{signed(c.difference, 4)}{kind}"
     digits = digits_for((c.high - c.low) / 2)
     interval = f"[{signed(c.low, digits)}, {signed(c.high, digits)}]"
-    return f"{signed(c.difference, digits)} {interval} **{c.kind}**"
+    return f"{signed(c.difference, digits)} {interval}{kind}"
 
 
 def spread(entry: dict[str, Any], group: str) -> str:

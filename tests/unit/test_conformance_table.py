@@ -1,4 +1,4 @@
-"""The tables of docs/CONFORMANCE.md and docs/OTHER_TRAINERS.md are those of the kept results."""
+"""The tables of docs/CONFORMANCE.md are those of the kept results."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import pytest
 
 from amp_conformance import CHECKS
 from amp_conformance.__main__ import PLUGGED, TRAINERS
-from amp_conformance.table import FUSED, Row, counts, keep, kept, table, write
+from amp_conformance.table import FUSED, Row, keep, kept, table, write
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "conformance.json"
 
 
-@pytest.mark.parametrize("name", ["CONFORMANCE.md", "OTHER_TRAINERS.md"])
-def test_a_page_shows_the_results_that_are_kept(name: str, tmp_path: Path) -> None:
-    page, rows = ROOT / "docs" / name, kept(RESULTS)
-    (tmp_path / name).write_text(page.read_text())
-    write(tmp_path / name, rows)
-    assert (tmp_path / name).read_text() == page.read_text()
+def test_the_page_shows_the_results_that_are_kept(tmp_path: Path) -> None:
+    page, copy, rows = ROOT / "docs" / "CONFORMANCE.md", tmp_path / "page.md", kept(RESULTS)
+    copy.write_text(page.read_text())
+    write(copy, rows)
+    assert copy.read_text() == page.read_text()
     row = rows["lightning+"]
     worse = dataclasses.replace(row, results=row.results | {"zero gradients": ["failed", "the weight is 1"]})
-    write(tmp_path / name, rows | {worse.name: worse})
-    assert (tmp_path / name).read_text() != page.read_text()
+    write(copy, rows | {worse.name: worse})
+    assert copy.read_text() != page.read_text()
 
 
 def test_all_trainers_were_put_through_all_checks_with_two_seeds() -> None:
@@ -51,17 +50,14 @@ def test_a_table_shows_each_trainer_before_and_with_its_plugin(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     shown = table(kept(tmp_path / "found.json")).splitlines()
     (line,) = [each for each in shown if each.startswith(f"| [{second}]")]
-    assert line.endswith("| **no** / yes | - |")
+    assert line.endswith("| **no**→yes |")
     (line,) = [each for each in shown if each.startswith(f"| [{first}]")]  # as with fused optimizers alone
-    assert line.endswith("| **error** | - |")
-    assert [each for each in shown if "passed of what" in each] == [
-        "| **passed of what is offered** | 1 of 2 / 2 of 2 | 1 of 1 |",
-        "| **passed of what is offered** | 0 of 2 | - |",
+    assert line.endswith("| **error** |")
+    assert [each for each in shown if "passed of" in each] == [
+        "| **passed of offered** | 1/2→2/2 |",
+        "| **passed of offered** | 0/2 |",
     ]
-    assert counts({row.name: row for row in rows[:2]}).splitlines()[2:] == [
-        "| without | 1 of 2 |",
-        "| with the plugin | 2 of 2 |",
-    ]
+    assert any("Without a failure: Torch (1/1)." in each for each in shown)
     (tmp_path / "page.md").write_text("no marks")
     with pytest.raises(ValueError, match="the marks <!-- begin of the table -->"):
         write(tmp_path / "page.md", {})
