@@ -46,7 +46,7 @@ from amp_core.config.processes import launched
 from amp_core.config.rules import build
 from amp_core.run import locks
 from amp_core.run.lines import write_json, write_text
-from amp_core.run.terminal import complain, say, tinted
+from amp_core.run.terminal import complain, say
 
 PARENT = "AMP_RECIPES_PARENT"
 """Environment variable of a job in its own process: the process id of its parent."""
@@ -383,7 +383,7 @@ def _pass_on(stream: Any, to: TextIO, said: list[bytes], prefix: str) -> None:
             del said[:-200]
             with contextlib.suppress(OSError, ValueError):  # a closed pipe (`| head`) does not end the job
                 # In one piece: other jobs write here, too.
-                to.write(prefix + tinted(line.decode(errors="replace"), to))
+                to.write(prefix + line.decode(errors="replace"))
                 to.flush()
 
 

@@ -48,8 +48,6 @@ class Compiler:
     def __init__(self, backend: str = "inductor", *, any_shape: bool = False) -> None:
         self.backend, self.any_shape = backend, any_shape
         self.num_graphs = self.num_failed = 0  # compiled, forward and backward as one; run eagerly
-        self.clock: Callable[[float], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-        """Shows the time while a graph is compiled, from the `time.monotonic()` at which the first one was begun."""
         self._began: float | None = None
         self._reported = 0
         need("perf.compile", *NEEDED)
@@ -71,7 +69,7 @@ class Compiler:
                 "compiling by %s: usually 30 to 150 s on a CPU, less with code that an earlier run left", self.backend
             )
         try:
-            with backward, random, self.clock(self._began):
+            with backward, random:
                 compiled = self._compile(graph, inputs)
         except (self._again.RestartAnalysis, self._again.SkipFrame):
             raise  # torch's request to trace again, or not at all

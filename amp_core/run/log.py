@@ -51,7 +51,7 @@ class Log:
         self._step = start_step
         self._next_tick = 0.0
         self._progress: Progress | None = None
-        self._trackers: list[TensorBoard | Wandb] = []
+        self._trackers: dict[str, TensorBoard | Wandb] = {}
         self._handlers: list[logging.Handler] = [TerminalHandler(rank)]
         if cfg.quiet:
             self._handlers[0].setLevel(logging.WARNING)
@@ -75,9 +75,9 @@ class Log:
         if cfg.progress and not cfg.quiet:
             self._progress = Progress(total_steps, shows_scale=shows_scale)
         if cfg.tensorboard:
-            self._start("tensorboard", lambda: TensorBoard(run_dir / "tensorboard", last_line_step + 1))
+            self._start(run_dir / "tensorboard", lambda folder: TensorBoard(folder, last_line_step + 1))
         if cfg.wandb:
-            self._start("wandb", lambda: Wandb(run_dir, cfg, run_config, name))
+            self._start(run_dir / "wandb", lambda folder: Wandb(folder, cfg, run_config, name))
 
     def metrics(self, metrics: Mapping[str, Any]) -> None:
         """Report the numbers of a step: to metrics.jsonl, the bar and the trackers.
@@ -95,7 +95,8 @@ class Log:
         numbers = {key: value for key, value in metrics.items() if key not in ("step", "split")}
         if self._progress is not None and split == "train":
             self._show(self._progress.show, step, metrics)
-        self._track(step, dict(numbers_of(split, numbers)))
+        flat = dict(numbers_of(split, numbers))
+        self._track(lambda tracker: tracker.add(step, flat))
 
     def statistics(self, line: Mapping[str, Any]) -> None:
         """Report the ranges of the layers in a step: to doctor/statistics.jsonl, the main ones to the trackers.
@@ -114,11 +115,7 @@ class Log:
             for name in ("amax", "underflow")
             if found[name] is not None
         }
-        self._track(int(line["step"]), numbers)
-
-    def _track(self, step: int, numbers: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.add(step, numbers)
+        self._track(lambda tracker: tracker.add(int(line["step"]), numbers))
 
     def advance(self, step: int) -> None:
         """Move the bar. Call it after every step: it compares the time, and works about ten times a second."""
@@ -128,13 +125,8 @@ class Log:
             return
         self._next_tick = now + TICK_SECONDS
         if self._progress is not None:
-            self._show(self._progress.advance, step)
-        for tracker in self._trackers:
-            tracker.poll()
-
-    def clock(self, what: str, began: float) -> contextlib.AbstractContextManager[None]:
-        """Around what takes long: its seconds since a `time.monotonic()`, if progress is shown on a terminal."""
-        return contextlib.nullcontext() if self._progress is None else self._progress.clock(what, began)
+            self._show(self._progress.show, step)
+        self._track(lambda tracker: tracker.poll())
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """End the reports; waits at most ten seconds for wandb, which shows the summary. A second call does nothing."""
@@ -143,8 +135,7 @@ class Log:
         self._is_closed = True
         if self._progress is not None:
             self._show(self._progress.close, self._step)
-        for tracker in self._trackers:
-            tracker.close(summary)
+        self._track(lambda tracker: tracker.close(summary))
         for handler in self._handlers:
             logger.removeHandler(handler)
             handler.close()
@@ -154,11 +145,21 @@ class Log:
             self._metrics_file.close()
             self._statistics_file.close()
 
-    def _start(self, name: str, tracker: Callable[[], TensorBoard | Wandb]) -> None:
+    def _start(self, folder: Path, tracker: Callable[[Path], TensorBoard | Wandb]) -> None:
         try:
-            self._trackers.append(tracker())
+            if folder.is_symlink():
+                raise OSError(f"{folder} is a link; remove it")
+            self._trackers[folder.name] = tracker(folder)
         except Exception as error:  # third-party code may raise anything, and training continues
-            logger.warning("%s cannot start, the run continues without it: %s", name, error)
+            logger.warning("%s cannot start, the run continues without it: %s", folder.name, error)
+
+    def _track(self, act: Callable[[TensorBoard | Wandb], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # third-party code may raise anything, and training continues
+                del self._trackers[name]
+                logger.warning("%s is switched off: %s", name, error)
 
     def _show(self, method: Callable[..., None], *args: Any) -> None:
         try:

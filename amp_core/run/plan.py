@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -46,8 +45,6 @@ def open_log(loop: Loop, notes: list[str], warnings: list[str]) -> Log:
         total_steps=loop.num_steps,
         shows_scale=cfg.amp.scaling,
     )
-    if cfg.perf.compile is not None:
-        env.placement.compiler.clock = functools.partial(log.clock, "compiling")
     if env.is_main:
         for note in notes:
             logger.info("%s", note)

@@ -1,27 +1,26 @@
 """TensorBoard and wandb: imported late, on rank 0; their failures never stop a run.
 
-wandb runs in its own process (this file, started as a script), fed through a pipe that never blocks. In the
+wandb runs in its own process (this file, started as a script), which follows a file that training appends to. In the
 training process it would patch `sys.exit`, hook the interpreter's exit and start threads that forked data loaders
 inherit, and a call that hangs could only be abandoned. A process can be killed, and wandb's service ends with it.
-If training is killed, the process sees the end of its input and finishes the run.
+If training is killed, the process finishes the run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
 import secrets
-import select
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,14 +30,14 @@ from amp_core.config.redact import netrc_logins, wandb_settings
 from amp_core.config.schema import LogConfig
 from amp_core.run.lines import to_plain, write_text
 
-MAX_FAILURES = 3
-"""A tracker is switched off after this many failures."""
 INIT_SECONDS = 15
 """How long wandb may try to reach its server."""
 CLOSE_SECONDS = 10.0
 """How long `Log.close` waits for wandb."""
-MAX_PENDING_BYTES = 1 << 20
-"""Limit of what is kept for a wandb process that does not read; the rest is dropped."""
+_LOOK_SECONDS = 0.2
+"""How often the process of wandb looks for messages."""
+_MOST_BYTES = 1 << 26
+"""Of messages that are received at once."""
 
 logger = logging.getLogger("amp_recipes")
 
@@ -48,150 +47,109 @@ class TensorBoard:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of its imports
             from torch.utils.tensorboard import SummaryWriter
-        if folder.is_symlink():
-            raise OSError(f"{folder} is a link; remove it")
         # The viewer hides the events of an earlier run in this folder from purge_step on.
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=30)
-        self._num_failures = 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self._num_failures == MAX_FAILURES:
-            return
-        try:
-            for name, value in numbers.items():
-                self._writer.add_scalar(name, value, step)
-        except Exception as error:  # third-party code may raise anything, and training continues
-            self._num_failures += 1
-            if self._num_failures == MAX_FAILURES:
-                logger.warning("tensorboard is switched off after %d failures: %s", MAX_FAILURES, error)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
 
     def poll(self) -> None:
         """A no-op: its writer has its own thread."""
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        if self._num_failures < MAX_FAILURES:
-            try:
-                self._writer.close()
-            except Exception as error:  # third-party code may raise anything, and the run ends well
-                logger.warning("tensorboard: the last events are not written: %s", error)
+        self._writer.close()
+
+
+class _Messages:
+    """Messages from one process to another, through a file without a name: neither waits for the other."""
+
+    def __init__(self, file: FileIO | None = None) -> None:
+        self.file, self._end = file or tempfile.TemporaryFile(buffering=0), 0  # noqa: SIM115 - closed by its owner
+
+    def send(self, message: Any) -> None:
+        self.file.write(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Any]:
+        """Those that came since the last call."""
+        whole, newline, _ = os.pread(self.file.fileno(), _MOST_BYTES, self._end).rpartition(b"\n")
+        self._end += len(whole + newline)
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def follow(self, sender: int) -> Iterator[Any]:
+        """All of them, until the process that sends them is gone."""
+        is_last = False
+        while not is_last:
+            is_last = os.getppid() != sender
+            yield from self.receive()
+            time.sleep(_LOOK_SECONDS)
 
 
 class Wandb:
     """The training side of wandb. Only `close` may wait."""
 
-    def __init__(self, run_dir: Path, cfg: LogConfig, run_config: dict[str, Any], name: str) -> None:
-        self._folder = run_dir / "wandb"
-        if self._folder.is_symlink():
-            raise OSError(f"{self._folder} is a link; remove it")
-        self._heard = b""
-        self._has_warned = False
-        self._has_dropped = False
-        self._pending = bytearray()
-        start = {
-            "init": {
-                "project": cfg.wandb_project,
-                "entity": cfg.wandb_entity,
-                "group": cfg.wandb_group,
-                "tags": cfg.wandb_tags,
-                "name": cfg.wandb_name or name,
-                "id": os.environ.get("WANDB_RUN_ID")
-                or _wandb_id(run_dir / "wandb_id"),  # an agent of a sweep gives one
-                "resume": "allow",
-                "dir": str(run_dir),
-                "mode": _wandb_mode(cfg),
-                "config": to_plain(run_config),
-            },
-            "argv": sys.argv,
-            "pid": os.getpid(),
+    def __init__(self, folder: Path, cfg: LogConfig, run_config: dict[str, Any], name: str) -> None:
+        self._folder = folder
+        self._messages, self._answers = _Messages(), _Messages()
+        init = {
+            "project": cfg.wandb_project,
+            "entity": cfg.wandb_entity,
+            "group": cfg.wandb_group,
+            "tags": cfg.wandb_tags,
+            "name": cfg.wandb_name or name,
+            # An agent of a sweep gives one.
+            "id": os.environ.get("WANDB_RUN_ID") or _wandb_id(folder.with_name("wandb_id")),
+            "resume": "allow",
+            "dir": str(folder.parent),
+            "mode": _wandb_mode(cfg),
+            "config": to_plain(run_config),
         }
+        self._messages.send({"init": init, "argv": sys.argv})
         # In its own session: Ctrl-C reaches only the training, which closes the run in order.
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", os.path.abspath(__file__)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-W", "ignore", os.path.abspath(__file__), str(os.getpid())],
+            stdin=self._messages.file,
+            stdout=self._answers.file,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
-        self._send(start)
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        if self._process is None:
-            return
-        if len(self._pending) > MAX_PENDING_BYTES:
-            if not self._has_dropped:
-                self._has_dropped = True
-                logger.warning("wandb does not keep up: lines are dropped there, metrics.jsonl has them all")
-        else:
-            self._send({"log": {"step": step, **numbers}})
-        self.poll()
+        if self._process is not None:
+            self._messages.send({"step": step, **numbers})
 
-    def poll(self) -> None:
-        """Send pending lines and log the answers."""
+    def poll(self, *, is_killed: bool = False) -> None:
+        """Log what the process answers, and once if it died."""
         if self._process is None:
             return
-        try:
-            while self._pending:
-                del self._pending[: os.write(self._in, self._pending[:65536])]
-        except BlockingIOError:
-            pass
-        except OSError:  # it has ended, or is about to
-            self._pending.clear()
-        self._listen()
+        code = self._process.poll()  # before the last answers are read
+        for level, text in self._answers.receive():
+            logger.log(level, "%s", text)
+        if code is not None:
+            self._process = None
+            self._messages.file.close()
+            self._answers.file.close()
+        if code and not is_killed:
+            logger.warning("wandb's process died (exit code %d), the run continues without it", code)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        self._send({"summary": to_plain(summary)})
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while self._process is not None and time.monotonic() < deadline:
-            self.poll()
-            if self._process is not None:
-                select.select([self._out], [self._in] if self._pending else [], [], 0.2)
-        if self._process is not None:
-            self._has_warned = True
+        if self._process is None:
+            return
+        self._messages.send({"summary": to_plain(summary)})
+        is_killed = False
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            is_killed = True
+            self._process.kill()
+            self._process.wait()
             logger.warning(
                 "wandb did not finish within %.0f s and was stopped; metrics.jsonl is complete, and what wandb has is"
                 " in %s (send it with: wandb sync)",
                 CLOSE_SECONDS,
                 self._folder,
             )
-            self._end()
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self._pending += json.dumps(message).encode() + b"\n"
-
-    def _listen(self) -> None:
-        while self._process is not None:
-            try:
-                data = os.read(self._out, 65536)
-            except BlockingIOError:
-                return
-            *lines, self._heard = (self._heard + data).split(b"\n")
-            for line in lines:
-                level, text = json.loads(line)
-                self._has_warned |= level > logging.INFO
-                logger.log(level, "%s", text)
-            if not data:
-                self._end()
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        assert process is not None
-        self._pending.clear()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            code = process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            code = 0
-        if code != 0 and not self._has_warned:
-            logger.warning("wandb's process died (exit code %d), the run continues without it", code)
+        self.poll(is_killed=is_killed)
 
 
 def _wandb_id(path: Path) -> str:
@@ -218,20 +176,21 @@ def _wandb_mode(cfg: LogConfig) -> str:
     return "online" if has_key or hosts & {urlsplit(url).netloc, "default"} else "offline"
 
 
-def _wandb_main() -> None:
-    """The process that talks to wandb: reads messages from stdin until their end, answers [level, text] on stdout."""
-    # wandb and its service must not write between the answers, nor inherit the pipe.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    null = os.open(os.devnull, os.O_WRONLY)
+def _wandb_main(training: int) -> None:
+    """The process that talks to wandb: follows the messages on stdin to their end, answers [level, text] on stdout."""
+    # wandb and its service must not write between the answers, nor inherit the files.
+    messages, answers = _Messages(FileIO(os.dup(0))), _Messages(FileIO(os.dup(1), "w"))
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
     os.dup2(null, 1)
     for number in (signal.SIGTERM, signal.SIGUSR1):  # batch systems send them to all; training then closes this process
         signal.signal(number, signal.SIG_IGN)
 
     def answer(level: int, text: str) -> None:
-        with contextlib.suppress(OSError):  # training was killed; the wandb run is finished nevertheless
-            answers.write(json.dumps([level, " ".join(text.split())]) + "\n")
+        answers.send([level, " ".join(text.split())])
 
-    start = json.loads(sys.stdin.buffer.readline())
+    received = messages.follow(training)
+    start = next(received)
     sys.argv = start["argv"]
     try:
         import wandb
@@ -240,7 +199,7 @@ def _wandb_main() -> None:
             init_timeout=INIT_SECONDS, console="off", silent=True, save_code=False, disable_code=True, disable_git=True
         )
         if hasattr(settings, "x_stats_pid"):  # whose processor time and memory it plots
-            settings.x_stats_pid = start["pid"]
+            settings.x_stats_pid = training
         run = wandb.init(**start["init"], settings=settings)
         run.define_metric("*", step_metric="step")
     except (Exception, SystemExit) as error:  # third-party code may raise anything, and training continues
@@ -253,35 +212,21 @@ def _wandb_main() -> None:
     else:
         answer(logging.INFO, f"wandb: {run.url}")
 
-    failures = 0
     summary: dict[str, Any] = {"exit_code": 1}  # stays if training is killed: then its messages just end
-    for line in sys.stdin.buffer:
-        try:
-            message = json.loads(line)
-        except ValueError:
-            break
-        if "summary" in message:
-            summary = message["summary"]
-            break
-        try:
-            run.log(message["log"])
-        except Exception as error:  # third-party code may raise anything, and training continues
-            failures += 1
-            if failures == MAX_FAILURES:
-                answer(logging.WARNING, f"wandb is switched off after {MAX_FAILURES} failures: {error}")
-                os._exit(0)
-
-    limit = threading.Timer(CLOSE_SECONDS, os._exit, [1])
-    limit.daemon = True
-    limit.start()
     try:
+        for message in received:
+            if "summary" in message:
+                summary = message["summary"]
+                break
+            run.log(message)
+        signal.alarm(int(CLOSE_SECONDS))  # ends this process
         run.summary.update(summary)
         run.finish(exit_code=int(summary.get("exit_code") or 0))
         wandb.teardown()
-    except (Exception, SystemExit) as error:  # third-party code may raise anything, and the run ends well
-        answer(logging.WARNING, f"wandb could not finish the run: {error}")
+    except (Exception, SystemExit) as error:  # third-party code may raise anything, and training continues
+        answer(logging.WARNING, f"wandb is switched off: {error}")
     os._exit(0)
 
 
 if __name__ == "__main__":
-    _wandb_main()
+    _wandb_main(int(sys.argv[1]))

@@ -68,7 +68,7 @@ def offline(monkeypatch, tmp_path):
 
 
 def tracker_of(log: Log) -> trackers.Wandb:
-    (tracker,) = log._trackers
+    tracker = log._trackers["wandb"]
     assert isinstance(tracker, trackers.Wandb)
     return tracker
 
@@ -118,7 +118,7 @@ def server_of(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 DEAD = {
-    "service": "wandb is switched off after 3 failures",
+    "service": "wandb is switched off: ",
     "process": "wandb's process died (exit code -9), the run continues without it",
     "failing server": "wandb cannot start, the run continues without it",
     "silent server": "wandb did not finish within 1 s and was stopped",
@@ -151,8 +151,7 @@ def test_a_dead_wandb_is_one_warning_and_training_goes_on(what, tmp_path, offlin
     assert DEAD[what] in (tmp_path / "train.log").read_text()
 
 
-def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
-    monkeypatch.setattr(trackers, "MAX_PENDING_BYTES", 20_000)
+def test_a_process_that_hangs_costs_a_bounded_wait_at_the_end(tmp_path, offline, capsys, monkeypatch):
     usual = trackers.CLOSE_SECONDS
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.5)
     log = make_log(tmp_path, wandb=True)
@@ -160,13 +159,11 @@ def test_a_process_that_hangs_costs_lines_there_and_a_bounded_wait_at_the_end(tm
     os.kill(child.pid, signal.SIGSTOP)
     for step in range(1, 2001):  # it reads nothing any more: whoever waited for it would wait for ever
         log.metrics(train_line(step))
-    assert len(tracker_of(log)._pending) < 25_000
     start = time.monotonic()
     log.close({})
     assert time.monotonic() - start < usual and child.returncode is not None
-    err = capsys.readouterr().err.splitlines()
-    assert len(err) == 2 and "wandb does not keep up" in err[0]
-    assert "did not finish within" in err[1] and len(lines_of(tmp_path)) == 2000
+    (err,) = capsys.readouterr().err.splitlines()
+    assert "did not finish within" in err and len(lines_of(tmp_path)) == 2000
 
 
 def test_a_killed_training_leaves_a_finished_run_and_no_process(tmp_path):
@@ -174,7 +171,7 @@ def test_a_killed_training_leaves_a_finished_run_and_no_process(tmp_path):
     code = """
         log = make(sys.argv[1], wandb=True)
         log.metrics({"step": 1, "split": "train", "loss": 5.125})
-        print(log._trackers[0]._process.pid, flush=True)
+        print(log._trackers['wandb']._process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     process = script(code, tmp_path, env=environment(tmp_path, WANDB_MODE="offline"))
