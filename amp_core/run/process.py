@@ -35,33 +35,17 @@ Run = Callable[[Config, Environment], dict[str, float]]
 
 
 def check_variables() -> None:
-    """Raises ConfigError for variables of torchrun that are missing or contradict each other; on each rank of its own.
-
-    Without LOCAL_WORLD_SIZE all machines are taken to have equally many ranks.
-    """
-    found: dict[str, int] = {}
-    problems = [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR: is not set; expected the address of rank 0"]
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "GROUP_WORLD_SIZE"):
-        text, smallest = os.environ.get(name), 0 if name.endswith("RANK") else 1
-        if text is None and name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
-            continue
-        if text is None or not (text.isascii() and text.isdigit() and smallest <= int(text[:20]) < 2**16):
-            problems.append(f"{name}={text}: expected a whole number from {smallest} to 65,535, as torchrun sets it")
-        else:
-            found[name] = int(text)
-    if not problems:
-        ranks, machines = found["WORLD_SIZE"], found.get("GROUP_WORLD_SIZE", 1)
-        here = found.get("LOCAL_WORLD_SIZE", ranks // machines)
-        if "LOCAL_WORLD_SIZE" not in found and ranks % machines:
-            problems.append(f"LOCAL_WORLD_SIZE: is not set, and {machines} machines do not share {ranks} ranks equally")
-        for name, most in (("RANK", ranks), ("LOCAL_RANK", here), ("LOCAL_WORLD_SIZE", ranks + 1)):
-            if found.get(name, 0) >= most:
-                problems.append(
-                    f"{name}={found[name]}: expected less than {most}; there are {ranks} ranks, {here} here"
-                )
-        os.environ["LOCAL_WORLD_SIZE"] = str(here)
-    if problems:
-        raise ConfigError(problems)
+    """Raises ConfigError for variables of torchrun that are missing or contradict each other; on each rank."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    texts = [os.environ.get(name, "")[:20] for name in names]
+    rank, ranks, local_rank, here, port = (int(text) if text.isascii() and text.isdigit() else -1 for text in texts)
+    is_sound = 0 <= rank < ranks < 2**16 and 0 <= local_rank < here <= ranks and 0 < port < 2**16
+    if not (is_sound and os.environ.get("MASTER_ADDR")):
+        found = ", ".join(f"{name}={text}" for name, text in zip(names, texts, strict=True))
+        raise ConfigError(
+            f"{found}, MASTER_ADDR={os.environ.get('MASTER_ADDR', '')}: expected what torchrun sets: RANK below "
+            f"WORLD_SIZE, LOCAL_RANK below LOCAL_WORLD_SIZE, and where rank 0 listens"
+        )
 
 
 @dataclass(frozen=True)
@@ -173,7 +157,6 @@ def environment(job: Job) -> Iterator[Environment]:
             undo.callback(folder.close)
             if cfg.task == "train" and not cfg.dry_run:  # other tasks may be killed at any moment
                 # After the process group exists: its set-up may not be interrupted half-way.
-                undo.enter_context(stop.in_order())
                 for number in SIGNALS:
                     with contextlib.suppress(ValueError):  # only the main thread may set handlers
                         undo.callback(signal.signal, number, signal.signal(number, stop.on_signal))

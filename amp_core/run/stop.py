@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -41,8 +39,6 @@ class Stop:
         """Why this rank asks to stop: 128 and a signal, or `TIME_LIMIT`; 0: it does not. Ranks act on the largest."""
         self._is_signalled = False
         self._is_twice = False
-        self._pipe: int | None = None
-        self._arrived: list[int] = []
         self._deadline = None if max_minutes is None else time.monotonic() + 60.0 * max_minutes
         self._group = group
         self._flag = torch.zeros(1, dtype=torch.int64)
@@ -79,62 +75,11 @@ class Stop:
         self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return agreed
 
-    @contextlib.contextmanager
-    def in_order(self) -> Iterator[None]:
-        """Around a run: signals count in the order in which they came, and each of them.
-
-        Python runs handlers some time after a signal, by number and not by time: without this, a SIGTERM and a Ctrl-C
-        that come during one wait or one long operation look like a Ctrl-C alone.
-        """
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        os.set_blocking(write, False)
-        before: int | None = None
-        with contextlib.suppress(ValueError):  # not in the main thread
-            before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        if before == -1:
-            self._pipe = read
-        elif before is not None:  # another library's, such as asyncio's
-            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        _pipes.add(write)
-        try:
-            yield
-        finally:
-            self._pipe = None
-            if before == -1:
-                signal.set_wakeup_fd(-1)
-            _pipes.discard(write)
-            os.close(read)
-            os.close(write)
-
     def on_signal(self, number: int, frame: object) -> None:
-        arrived = [number]
-        if self._pipe is not None:  # the signals since the last call, in order
-            since: list[int] = []
-            with contextlib.suppress(BlockingIOError):  # other handlers write here, too
-                since = [each for each in os.read(self._pipe, 4096) if each in SIGNALS]
-            if since:
-                self._arrived = arrived = since
-            elif number in self._arrived:
-                arrived = []
-        for each in arrived:
-            if self._is_signalled and each == signal.SIGINT:
-                # Ctrl-C after any first signal: stop immediately.
-                signal.signal(signal.SIGINT, signal.SIG_DFL)
-                self._is_twice = True
-                raise KeyboardInterrupt
-            self._is_signalled = True
-            self.code = self.code or 128 + each
-
-
-_pipes: set[int] = set()
-
-
-def _leave_to_parent() -> None:
-    """In a forked process, whose signals are not those of the run."""
-    if _pipes:
-        with contextlib.suppress(ValueError):
-            signal.set_wakeup_fd(-1)
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+        if self._is_signalled and number == signal.SIGINT:
+            # Ctrl-C after any first signal: stop immediately.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            self._is_twice = True
+            raise KeyboardInterrupt
+        self._is_signalled = True
+        self.code = self.code or 128 + number
