@@ -145,13 +145,9 @@ class Metrics:
         return states
 
     def load_states(self, states: list[dict[str, Any]], rank: int, skipped_of: Mapping[str, int]) -> None:
-        """Restore what `states` returned, empty for an older checkpoint, and the steps skipped by each optimizer.
-
-        With another number of ranks, rank 0 takes the sums of all.
-        """
-        for of in dict.fromkeys([*skipped_of, *(states[0] if states else ())]):
+        """Restore what `states` returned. With another number of ranks, rank 0 takes the sums of all."""
+        for of, state in states[0].items():
             self.meters[of] = Meter(self._amp.device, int(skipped_of.get(of, 0)))
-        for of, state in states[0].items() if states else ():
             if len(states) == self._world_size:
                 sums = states[rank][of]["sums"]
             else:
@@ -252,31 +248,19 @@ class Metrics:
             )
 
 
-class _Span:
-    """A period of training, without pauses."""
-
-    def __init__(self, samples: int) -> None:
-        self._began, self._samples = time.monotonic(), samples
-        self.paused = self.waited = 0.0
-
-    def rate_and_wait(self, samples: int) -> tuple[float, float]:
-        seconds = max(time.monotonic() - self._began - self.paused, 1e-9)
-        return (samples - self._samples) / seconds, min(self.waited / seconds, 1.0)
-
-
 class Clock:
     """Samples per second of training alone, and the share of it spent waiting for data: evaluation and saving do not
     count."""
 
     def __init__(self) -> None:
+        self._paused = self._waited = 0.0
         self.start(0)
 
     def start(self, samples: int) -> None:
-        self._run, self._lap = _Span(samples), _Span(samples)
+        self._run = self._lap = self._reading(samples)
 
     def pause(self, seconds: float) -> None:
-        self._run.paused += seconds
-        self._lap.paused += seconds
+        self._paused += seconds
 
     def waiting(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches; the time in which they are waited for counts."""
@@ -287,17 +271,22 @@ class Clock:
                 batch = next(batches)
             except StopIteration:
                 return
-            seconds = time.monotonic() - began
-            self._run.waited += seconds
-            self._lap.waited += seconds
+            self._waited += time.monotonic() - began
             yield batch
 
     def lap(self, samples: int) -> tuple[float, float]:
         """Samples per second, and the share of the time in which data were waited for, since the last lap."""
-        found = self._lap.rate_and_wait(samples)
-        self._lap = _Span(samples)
+        found, self._lap = self._since(self._lap, samples), self._reading(samples)
         return found
 
     def overall(self, samples: int) -> tuple[float, float]:
         """The same since the start."""
-        return self._run.rate_and_wait(samples)
+        return self._since(self._run, samples)
+
+    def _reading(self, samples: int) -> tuple[int, float, float]:
+        return samples, time.monotonic() - self._paused, self._waited
+
+    def _since(self, then: tuple[int, float, float], samples: int) -> tuple[float, float]:
+        done, seconds, waited = (now - before for now, before in zip(self._reading(samples), then, strict=True))
+        seconds = max(seconds, 1e-9)
+        return done / seconds, min(waited / seconds, 1.0)

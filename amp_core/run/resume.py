@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_core.checkpoints.checkpoint import Checkpoint, Loaded
+from amp_core.checkpoints.parts import first_few
 from amp_core.config.checks import lacks_data
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.lengths import MOST_STEPS
-from amp_core.config.options import choices, read_option
 from amp_core.config.parse import show_value
-from amp_core.config.rules import MAY_CHANGE, differences
+from amp_core.config.rules import differences
 from amp_core.config.schema import SHARDED, Config
 from amp_core.lowp.islands import islands_of, keep_fp32, named_modules
 from amp_core.run.machine import changed_machine
@@ -33,7 +33,6 @@ def progress_of(loop: Loop) -> dict[str, Any]:
         "samples_per_step": loop.feed.samples_per_step,
         "planned_samples": loop.planned_samples,
         "skipped_of": {of: int(meter.num_skipped) for of, meter in loop.metrics.meters.items() if of},
-        "averaged": 0,  # version 0.1 expects it, also without an average
         "islands": loop.islands,
         "classes": loop.classes,
         "meters": loop.metrics.states(loop.env.host_group),
@@ -45,14 +44,13 @@ def progress_of(loop: Loop) -> dict[str, Any]:
 
 def _check_counts(loop: Loop, loaded: Loaded) -> None:
     """Raises CheckpointError for counts that no run has written."""
-    exact = 2**53  # of floats, in which lengths are computed
-    progress = {"planned_samples": 1, "skipped": 0, "consecutive_skips": 0, "averaged": 0, **loaded.progress}
+    progress = {"averaged": 0, **loaded.progress}  # missing where the run had no average
     counts: dict[str, tuple[Any, int, int]]
     counts = {f"{name}.num_taken": (int(each.num_taken), 0, MOST_STEPS) for name, each in loop.schedules.items()}
     for key in ("step", "skipped", "consecutive_skips", "averaged"):
         counts[f"progress.{key}"] = progress.get(key), 0, MOST_STEPS
     for key, least in {"samples": 0, "samples_per_step": 1, "planned_samples": 1}.items():
-        counts[f"progress.{key}"] = progress.get(key), least, exact
+        counts[f"progress.{key}"] = progress.get(key), least, 2**53  # lengths are computed in floats
     for key, (value, least, most) in counts.items():
         if type(value) is not int or not least <= value <= most:
             raise CheckpointError(
@@ -87,28 +85,12 @@ def open_checkpoint(loop: Loop) -> Checkpoint:
 
 
 def _settings_of(old: Mapping[str, Any], cfg: Config) -> str:
-    """The settings that the parts of a checkpoint were made with, as overrides, where they differ."""
-    now, may_change = cfg.to_dict(), set(MAY_CHANGE)
-    if not any(change.startswith(_MAKE_PARTS) for change in differences(old, now)):
-        return ""
-    use, leave_out = [], []
-    for group in ("model", "data", "optimizer"):
-        name = old[group]["name"]
-        if name == now[group]["name"]:
-            continue
-        use.append(f"{group}={name}" if name in choices(group) else f"{group}.name={name}")
-        now[group] |= read_option(group, name) if name in choices(group) else {"name": name, "options": {}}
-        may_change.discard(f"{group}.path")
-    for change in differences(old, now, but=may_change):
-        key, was = change.partition(" -> ")[0].split(": ", 1)
-        if "options." in key and was == "null":
-            leave_out.append(key)
-        elif key.startswith(_MAKE_PARTS) and not key.endswith("options"):
-            use.append(f"{key}={was}")
-    if old["recipe"]["name"] != now["recipe"]["name"]:
-        use, leave_out = [f"recipe={old['recipe']['name']}"], []
-    how = ([f"use {' '.join(use)}"] if use else []) + ([f"leave out {' '.join(leave_out)}"] if leave_out else [])
-    return f" It was made with other settings; {' and '.join(how)}" if how else ""
+    """The settings on which the shapes of parts depend that a checkpoint was made with, where they differ."""
+    found = differences(old, cfg.to_dict())
+    changed = [each for each in found if each.startswith(_MAKE_PARTS) and ".options: " not in each]  # an empty one
+    # What another name decides comes after it.
+    changed.sort(key=lambda each: (".name: " not in each, not each.startswith("recipe.")))
+    return f" It was made with other settings: {first_few(changed)}" if changed else ""
 
 
 def named_place(cfg: Config) -> str | None:
@@ -140,14 +122,14 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
     notes += loaded.notes
     _check_counts(loop, loaded)
     progress = loaded.progress
-    there, changes = list(progress.get("classes", loop.classes)), []
+    there, changes = list(progress["classes"]), []
     if there and loop.classes != there and not lacks_data(cfg):
         others = sorted({*loop.classes} ^ {*there}) or there
         said = "has other classes, or in another order, than the run was trained with, such as"
         changes = [f"data.path={cfg.data.path}: {said} {', '.join(others[:3])}"]
     if cfg.task == "train":
-        before, now = progress.get("train_samples"), len(loop.data.train)
-        if before not in (None, now) and progress.get("excluded") == loop.data.excluded:
+        before, now = progress["train_samples"], len(loop.data.train)
+        if before != now and progress["excluded"] == loop.data.excluded:
             changes.append(f"data.path={cfg.data.path}: has {now:,} samples to train on, and had {before:,} before")
         _check_changes(loop, loaded, notes, changes)
         _keep_samples_per_step(loop, loaded, notes)
@@ -156,10 +138,10 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
         notes += [f"warning: {change}" for change in changes]
     warnings = _spread(loop, notes) + repeats(loop)
     set_progress(loop, progress)
-    loop.metrics.load_states(progress.get("meters", []), env.rank, progress.get("skipped_of", {}))
-    loop.owes_evaluation = not progress.get("is_evaluated", True) and loop.step % cfg.eval_every == 0
-    _make_islands(loop, list(progress.get("islands", [])), notes)
-    old_mode = loaded.config.get("amp", {}).get("name")
+    loop.metrics.load_states(progress["meters"], env.rank, progress["skipped_of"])
+    loop.owes_evaluation = not progress["is_evaluated"] and loop.step % cfg.eval_every == 0
+    _make_islands(loop, list(progress["islands"]), notes)
+    old_mode = loaded.config["amp"]["name"]
     if old_mode != cfg.amp.name:
         notes.append(f"the checkpoint was made with amp={old_mode}, resuming with amp={cfg.amp.name}")
     verbs = {"train": "continuing from", "evaluate": "evaluating", "predict": "predicting with", "export": "exporting"}
@@ -218,7 +200,7 @@ def make_islands(loop: Loop, names: list[str]) -> None:
 
 def _check_changes(loop: Loop, loaded: Loaded, notes: list[str], changes: list[str]) -> None:
     changed = differences(loaded.config, loop.cfg.to_dict()) + changes
-    if loaded.progress.get("excluded", "") != loop.data.excluded:
+    if loaded.progress["excluded"] != loop.data.excluded:
         changed.append(f"data.exclude: another list of samples -> that of {show_value(loop.cfg.data.exclude)}")
     if not changed:
         return
@@ -234,7 +216,7 @@ def _check_changes(loop: Loop, loaded: Loaded, notes: list[str], changes: list[s
 def _keep_samples_per_step(loop: Loop, loaded: Loaded, notes: list[str]) -> None:
     """Plan the samples per step of the checkpoint when the number of ranks changed."""
     cfg, progress, old = loop.cfg, loaded.progress, loaded.config
-    before, now = int(progress.get("planned_samples", progress["samples_per_step"])), loop.planned_samples
+    before, now = int(progress["planned_samples"]), loop.planned_samples
     if before == now:
         return
     per_micro_batch = cfg.batch_size * loop.env.world_size

@@ -286,7 +286,7 @@ def test_the_lines_of_an_interrupted_run_are_those_of_one_that_was_not(recipe, m
     assert timeless(lines("torn")) == timeless(lines("whole"))
     assert [line["step"] for line in lines("torn") if line["split"] == "eval"] == [*range(3, 28, 3), 29]
     assert not same_but(state("whole"), state("torn"), "config")
-    assert state("whole")["progress"]["meters"][0]  # what the missing keys of an old checkpoint are worth
+    assert state("whole")["progress"]["meters"][0]
 
 
 def test_a_longer_run_goes_on_with_the_mean_of_a_line():

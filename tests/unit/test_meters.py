@@ -55,7 +55,6 @@ def test_the_same_number_of_ranks_restores_every_bit() -> None:
     second.load_states(first.states(None), 0, {"generator": 7})
     assert second.states(None) == first.states(None)
     assert int(second.meters["generator"].num_skipped) == 7
-    second.load_states([], 0, {})  # of a checkpoint that holds none
 
 
 def test_a_line_counts_its_own_taken_steps_and_the_skipped_ones_of_all() -> None:
