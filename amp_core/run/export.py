@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,8 @@ def export(loop: Any) -> None:
                 elif cfg.export.to == "safetensors":
                     more = hf_folder.write_safetensors(weights_of(net), temporary)
                 else:
-                    more = _FORMATS[cfg.export.to](loop, net, weights_of(net), temporary)
+                    write = hf_folder.write if cfg.export.to == "hf" else graph_files.write
+                    more = write(loop, net, weights_of(net), temporary)
             for path in [*temporary.rglob("*"), temporary]:
                 with path.open("rb") if path.is_file() else contextlib.nullcontext() as file:
                     sync_folder(path) if file is None else os.fsync(file.fileno())
@@ -69,11 +69,3 @@ def weights_of(net: nn.Module) -> dict[str, Tensor]:
         name: value.detach().cpu().float().contiguous() if value.is_floating_point() else value.cpu()
         for name, value in state.items()
     }
-
-
-_FORMATS: dict[str, Callable[[Any, nn.Module, dict[str, Tensor], Path], list[str]]] = {
-    "hf": hf_folder.write,
-    "onnx": graph_files.write_onnx,
-    "pt2": graph_files.write_pt2,
-}
-"""By `export.to` what writes a new file or folder, and returns notes."""
