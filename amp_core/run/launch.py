@@ -41,10 +41,8 @@ SHUTDOWN_SECONDS = 600
 """How long workers may take to finish their step and write a checkpoint after a signal."""
 
 STANDSTILL_SECONDS = 10
-"""How long a rank may be stopped by SIGSTOP when the run was asked to end."""
-
-BEREFT_SECONDS = 5
-"""How long ranks may run after one of them ended early; gloo notices that immediately or not at all."""
+"""How long ranks of a run that was asked to end may run beside one that is stopped by SIGSTOP or has ended early; gloo
+notices the latter immediately or not at all."""
 
 CUT_OFF_SECONDS, LOOK_SECONDS = 20.0, 5.0
 """How long the rendezvous endpoint may be silent when no worker is left on this machine, and how often it is probed."""
@@ -171,8 +169,8 @@ def _lifeline(endpoint: str | None, job_file: Path) -> Iterator[None]:
 
 class _Signals:
     """Around the agent: the first signal makes it stop its workers, which finish their step and save; it waits for
-    them. A Ctrl-C after that kills them at once; so does a rank that is stopped, for which the others would wait, or
-    that is gone, which gloo does not always notice. A rank that writes a checkpoint is not killed for the latter.
+    them. A Ctrl-C after that kills them at once. So does a rank that is stopped or gone, for which the others would
+    wait, unless one writes a checkpoint.
 
     `job_file` is in the command line of each of the `nproc` workers; `stop` is torch's exception with which the agent
     stops them.
@@ -207,23 +205,18 @@ class _Signals:
             self._kill(TWICE)
 
     def _kill_who_would_wait(self) -> None:
-        seconds: dict[int, int] = {}
-        bereft = 0
+        seconds = 0
         while not self._is_over.wait(1.0):
             # Ranks alone: each watches what it forked.
             ranks = [pid for pid in processes.with_argument(self._job_file) if processes.parent_of(pid) == os.getpid()]
-            seconds = {pid: seconds.get(pid, 0) + 1 for pid in ranks if processes.is_stopped(pid)}
-            is_bereft = len(ranks) + len(glob.glob("ended.*", root_dir=self._job_file.parent)) < self._nproc
-            is_saving = any(glob.glob(f".tmp-*-{pid}", root_dir=self._checkpoints) for pid in ranks if is_bereft)
-            bereft = bereft + 1 if is_bereft and not is_saving else 0
-            if max(seconds.values(), default=0) >= STANDSTILL_SECONDS:
-                why = f"a rank hangs (process {', '.join(map(str, seconds))} is stopped)"
-            elif ranks and bereft >= BEREFT_SECONDS:
-                why = "a rank ended before the others, which did not notice"
-            else:
-                continue
-            self._kill(f"{why}: all were killed; the steps since the last checkpoint are lost")
-            return
+            able = [pid for pid in ranks if not processes.is_stopped(pid)]
+            is_complete = len(able) + len(glob.glob("ended.*", root_dir=self._job_file.parent)) >= self._nproc
+            is_saving = any(glob.glob(f".tmp-*-{pid}", root_dir=self._checkpoints) for pid in able)
+            seconds = seconds + 1 if ranks and not (is_complete or is_saving) else 0
+            if seconds >= STANDSTILL_SECONDS:
+                why = "a rank is stopped, or ended before the others, which did not notice"
+                self._kill(f"{why}: all were killed; the steps since the last checkpoint are lost")
+                return
 
     def _kill(self, why: str) -> None:
         self.killed = why
