@@ -26,6 +26,8 @@ from amp_core.run.environment import Environment
 
 _FEATURES = re.compile(r"(sse4|avx|amx|fma|f16c|asimd|sve|bf16|i8mm)\w*|sme\d*")
 """Instruction sets that kernels are chosen by, as Linux names them."""
+_OF_CPU = ("cpu", "cpu_features", "cpu_capability", "onednn_max_cpu_isa", "threads")
+"""The keys of `describe_cpu`."""
 
 
 def describe(env: Environment) -> dict[str, Any]:
@@ -105,20 +107,19 @@ def changed_machine(checkpoint: Path, device: torch.device) -> str | None:
 
     None if they are alike, or nothing is known about the other one: environment.json of its run folder tells.
     """
-    before = None
+    before: Any = None
     for folder in checkpoint.absolute().parents[:3]:
         with contextlib.suppress(OSError, ValueError):
             before = read_json(folder / "environment.json")
             break
-    if not isinstance(before, dict):
-        return None
     now = {"device": describe_device(device), "versions": describe_versions(), **describe_cpu()}
-    then, here = _what_matters(before), _what_matters(now)
+    try:
+        then, here = _what_matters(before), _what_matters(now)
+    except (KeyError, TypeError):  # no such file, or another's
+        return None
     changed = [key for key in then if key in here and then[key] != here[key]]
     if not changed:
         return None
-    if "cpu" in then and "cpu" in here and "cpu" not in changed:
-        changed.insert(0, "cpu")
     return (
         f"the checkpoint was made with {_spell(then, here, changed)}, this run continues with "
         f"{_spell(here, then, changed)}: from here on bits may differ from those of an uninterrupted run"
@@ -126,17 +127,12 @@ def changed_machine(checkpoint: Path, device: torch.device) -> str | None:
 
 
 def _what_matters(described: dict[str, Any]) -> dict[str, Any]:
-    """By name, what decides about bits; what is not known is left out."""
-    device, versions = (described.get(key) for key in ("device", "versions"))
-    device, versions = device if isinstance(device, dict) else {}, versions if isinstance(versions, dict) else {}
-    found = {"device": device.get("type"), "torch": versions.get("torch")}
-    if device.get("type") == "cuda":
-        found |= {"gpu": device.get("name"), "cuda": device.get("cuda")}
-    found = {key: value for key, value in found.items() if value is not None}
-    if device.get("type") != "cuda":
-        keys = ("cpu", "cpu_features", "cpu_capability", "onednn_max_cpu_isa", "threads")
-        found |= {key: described[key] for key in keys if key in described}
-    return found
+    """By name, what decides about bits, from the contents of environment.json."""
+    device = described["device"]
+    found = {"device": device["type"], "torch": described["versions"]["torch"]}
+    if device["type"] == "cuda":
+        return found | {"gpu": device["name"], "cuda": device["cuda"]}
+    return found | {key: described[key] for key in _OF_CPU}
 
 
 def _spell(these: dict[str, Any], others: dict[str, Any], keys: list[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import os
 import re
@@ -52,9 +51,7 @@ def check_weights(cfg: Config) -> list[str]:
         return [f"model.weights={DEFAULT}: model.name={cfg.model.name} has no weights of its own, {how}"]
     if path == DEFAULT or _resumes(cfg, cfg.run_dir) or Path(path).exists():
         return []
-    is_default = re.fullmatch(r"(?i)imagenet\w*|pretrained|true|yes", path) and _default(cfg.model.name) is not None
-    hint = f". Did you mean model.weights={DEFAULT}?" if is_default else f"; expected {_EXPECTED}"
-    return [f"model.weights={path}: there is no such file or folder{hint}"]
+    return [f"model.weights={path}: there is no such file or folder; expected {DEFAULT}, {_EXPECTED}"]
 
 
 def _another_tokenizer(cfg: Config) -> str | None:
@@ -154,18 +151,14 @@ def load_pretrained(
     if wrong := [*missing, *unlike, *unknown]:
         places = sorted({_outermost(name, taken.keys() - unlike) for name in wrong})
         if any(found[name].shape[1:] == own[name].shape[1:] and _holds_tokens(net, name) for name in unlike):
-            has_tokenizer = (Path(path) / "tokenizer.json").is_file()
-            how = f"use data.tokenizer={path}" if has_tokenizer else "leave out model.weights"
+            how = "use the tokenizer that they were trained with, or leave out model.weights"
             problems[-1] += f". The vocabularies differ, so no token means the same: {how}"
         elif len(wrong) < len(own) and len(places) <= 4:
             listed = ",".join(f'"{name}"' for name in places)
             problems[-1] += f". To keep the initial weights there: 'model.fresh=[{listed}]'"
         else:
-            alike = ((name, _nearest(name, found, {key: own[key] for key in missing})) for name in unknown[:40])
-            pairs = [f"{there}, here {here}" for there, here in alike if here is not None]
             other = f"Is it of another network than model.name, with {first_few(list(own), 2)}?"
-            near = f"Nearest of its names: {first_few(pairs)}: name parts by model.rename={{there:here}}, or: "
-            problems[-1] += f". {near * bool(pairs)}{other}"
+            problems[-1] += f". {other} Parts of names are replaced by model.rename={{there:here}}"
     problems += [
         f"model.weights={path}: {name} holds NaN or inf, or numbers beyond {tensor.dtype}"
         for name, tensor in taken.items()
@@ -195,11 +188,6 @@ def _renamed(state: dict[str, Any], rename: Mapping[str, str], path: str) -> dic
         before = [name for name, new in names.items() if new == twice[0]]
         raise ConfigError(f"model.rename: {first_few(before)} of model.weights={path} all become {twice[0]}")
     return {new: state[name] for name, new in names.items()}
-
-
-def _nearest(name: str, found: Mapping[str, Any], own: Mapping[str, Tensor]) -> str | None:
-    fitting = [key for key, tensor in own.items() if _fits(found[name], tensor)]
-    return next(iter(difflib.get_close_matches(name, fitting, n=1)), None)
 
 
 def _holds_tokens(net: nn.Module, name: str) -> bool:

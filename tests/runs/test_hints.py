@@ -259,7 +259,7 @@ MISTAKES = {
     "steps=1e30": "expected a whole number NO Write",
     "model=resnet18.a1_in1k": "Did you mean model=timm model.name=resnet18.a1_in1k? Its pretrained weights",
     "model=resnet34": "Did you mean model.name=resnet34? NO iresnet34",
-    "model=resnet18 model.weights=IMAGENET1K_V1": "Did you mean model.weights=default?",
+    "model=resnet18 model.weights=IMAGENET1K_V1": "expected default, a file",
     "model.depth=3": "model.options.<name>",
     "data=csv data.path=x": "data/<name>.py NO data.path",
     "recipe=detection": "Detectors have no recipe",
