@@ -109,17 +109,19 @@ def _pairs(rows: Mapping[str, Row], suffix: str = "") -> Iterator[tuple[str, lis
 
 
 def _lines(names: Iterable[str], pairs: Sequence[Sequence[Row]]) -> list[str]:
-    """A table: a column per trainer, a row per check; a fused twin joins its check's row if all marks are the same."""
+    """A table: a column per trainer, a row for all checks with the same marks; a fused twin joins its check."""
     marks = {
         name: " | ".join("→".join(dict.fromkeys(MARKS[row.status(name)] for row in pair)) or "-" for pair in pairs)
         for name in names
     }
     joined = {f"{name}, fused" for name in marks if marks[name] == marks.get(f"{name}, fused")}
-    shown = {
-        name: f"{name}, fused or not" if f"{name}, fused" in joined else name for name in marks if name not in joined
-    }
-    lines = [f"| check | {' | '.join(pair[0].title for pair in pairs)} |", "| --- |" + " --- |" * len(pairs)]
-    lines += [f"| [{text}](BEHAVIOURS.md#{CHECKS[name].trap}) | {marks[name]} |" for name, text in shown.items()]
+    rows: dict[str, list[str]] = {}
+    for name in marks:
+        if name not in joined:
+            text = f"{name}, fused or not" if f"{name}, fused" in joined else name
+            rows.setdefault(marks[name], []).append(f"[{text}](BEHAVIOURS.md#{CHECKS[name].trap})")
+    lines = [f"| checks | {' | '.join(pair[0].title for pair in pairs)} |", "| --- |" + " --- |" * len(pairs)]
+    lines += [f"| {'<br>'.join(checks)} | {found} |" for found, checks in rows.items()]
     return [*lines, f"| **passed of offered** | {' | '.join('→'.join(row.score for row in pair) for pair in pairs)} |"]
 
 

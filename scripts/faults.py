@@ -142,8 +142,8 @@ def setting(flags: argparse.Namespace) -> str:
 
 
 def violations(columns: dict[str, int]) -> str:
-    """Their numbers by kind, or 0."""
-    return ", ".join(f"{columns[name]} {name}" for name in COLUMNS if columns.get(name)) or "0"
+    """Their numbers by kind."""
+    return ", ".join(f"{columns[name]} {name}" for name in COLUMNS if columns.get(name))
 
 
 def write_table(page: Path, rows: list[dict], how: str) -> None:
@@ -151,15 +151,12 @@ def write_table(page: Path, rows: list[dict], how: str) -> None:
     head, rest = page.read_text().split(BEGIN)
     old, tail = rest.split(END)
     promises = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", old, re.MULTILINE))
-    table = ["| part | promise | tries | violations | seconds |", "| --- | --- | --- | --- | --- |"]
-    total: dict[str, int] = dict.fromkeys(COLUMNS, 0)
-    for row in rows:
-        total = {name: total[name] + row["columns"].get(name, 0) for name in COLUMNS}
-        part, counts = row["part"], f"{row['tries']:,} | {violations(row['columns'])} | {row['seconds']:.0f}"
-        table.append(f"| `{part}` | {promises.get(part, '')} | {counts} |")
-    seconds = sum(row["seconds"] for row in rows)
-    table.append(f"| all | | {sum(row['tries'] for row in rows):,} | {violations(total)} | {seconds:.0f} |")
-    page.write_text(f"{head}{BEGIN}\n{how[0].upper()}{how[1:]}.\n\n" + "\n".join(table) + f"\n{END}{tail}")
+    table = ["| part | promise | tries |", "| --- | --- | --- |"]
+    table += [f"| `{row['part']}` | {promises.get(row['part'], '')} | {row['tries']:,} |" for row in rows]
+    bad = [f"`{row['part']}`: {violations(row['columns'])}" for row in rows if row["violations"]]
+    tries, seconds = (sum(row[key] for row in rows) for key in ("tries", "seconds"))
+    how = f"{how[0].upper()}{how[1:]}: {tries:,} tries in {seconds:.0f} s, {'; '.join(bad) or 'no'} violations."
+    page.write_text(f"{head}{BEGIN}\n{how}\n\n" + "\n".join(table) + f"\n{END}{tail}")
 
 
 if __name__ == "__main__":
