@@ -22,26 +22,26 @@ compared, and never with code execution allowed.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.checkpoints import folders, parts, plain_state, reading
-from amp_core.checkpoints.folders import DEFAULTS, FORMAT, MANIFEST, RESERVED, STATE
-from amp_core.checkpoints.parts import AveragedPart, Part, is_zero, settings_of
-from amp_core.checkpoints.reading import Ranks
+from amp_core.checkpoints.folders import DEFAULTS, FORMAT, RESERVED
+from amp_core.checkpoints.parts import AveragedPart, Part, settings_of
+from amp_core.checkpoints.reading import NoCheckpoint, Ranks
 from amp_core.config.errors import CheckpointError
 from amp_core.config.files import remove_leftovers
-from amp_core.tensors import is_dtensor, several_ranks
+from amp_core.tensors import several_ranks
 
 _log = logging.getLogger("amp_recipes")
 
@@ -100,10 +100,7 @@ class Checkpoint:
         if format not in ("single", "sharded"):
             raise ValueError(f"format={format!r}: expected 'single' or 'sharded'")
         self.folder = Path(folder).absolute()
-        self.keep = keep
-        self.writer = writer
-        self.format = format
-        self.background = background
+        self.keep, self.writer, self.format, self.background = keep, writer, format, background
         self.guard = guard or (lambda: None)
         self.explain: Callable[[Mapping[str, Any]], str] = lambda config: ""
         """The message for a checkpoint that does not fit, from the configuration that it was made with."""
@@ -113,20 +110,17 @@ class Checkpoint:
                 raise ValueError(f"a part cannot be named {name!r}: the checkpoint has an entry of its own for it")
             if not isinstance(part, Part):
                 raise ValueError(f"{name} is a {type(part).__name__}: it has no state_dict() and load_state_dict()")
-            if format == "sharded" and is_zero(part):
-                raise ValueError(
-                    f"{name} is a {type(part).__name__}, whose state lies on one rank; use format='single'"
-                )
+            if hasattr(part, "consolidate_state_dict"):  # importing torch's class takes long, and a build may lack it
+                raise ValueError(f"{name} is a {type(part).__name__}: shard its state by amp_core.layouts.zero instead")
         self._begun = {name: settings_of(part) for name, part in self.parts.items()}
         if group is None and format == "sharded" and several_ranks():
             group = dist.new_group(backend="gloo")  # type: ignore[assignment] - this rank is in it
         self._ranks = Ranks(group)
         self._copies = plain_state.Copies() if background else None
         # One thread, which lives as long as this: a process that ends waits for it.
-        self._writer = ThreadPoolExecutor(1, "checkpoint") if background else None
-        self._task: Future[None] | None = None
-        self._preparation: Future[None] | None = None
-        self._verified: set[Path] = set()
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
+        self._task: Future[None] | None = None  # the save that it writes
+        self._verified: set[Path] = set()  # step folders whose files were read, or written here
         if writer:
             remove_leftovers(self.folder)
 
@@ -164,20 +158,17 @@ class Checkpoint:
         counted = {**(progress or {}), **parts.counters_of(self.parts), "step": step}
         facts = {"progress": counted, "config": dict(config or {}), "format": FORMAT}
         numbers = {name: math.nan if value is None else float(value) for name, value in (metrics or {}).items()}
+        # JSON has no NaN, and no best is found by it.
         finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         about = {"format": FORMAT, "step": step, "metrics": finite}
-        if self.format == "sharded":
-            self.wait()
-            write = self._prepare_sharded(target, facts, about)
-        else:
+        states = None
+        if self.format == "single":
             # First of all, since every rank must take part: only the writer may return early or fail.
-            states = self._with_moved(parts.full_state(part, keep=self.writer) for part in self.parts.values())
+            states = self._states(functools.partial(parts.full_state, keep=self.writer))
             if not self.writer:
                 return target
-            self.wait()
-            if folders.is_sound(target):
-                return target
-            write = self._prepare_single(target, {**DEFAULTS, **states, **facts}, about)
+        self.wait()
+        write = self._prepare(target, states, facts, about)
 
         def act() -> None:
             # `save` has returned before the GPU has copied.
@@ -188,35 +179,11 @@ class Checkpoint:
             if self.background:
                 _log.info("the checkpoint of step %d is on disk", step)
 
-        if self._writer is None:
+        if self._thread is None:
             act()
         else:
-            self._task = self._writer.submit(act)
+            self._task = self._thread.submit(act)
         return target
-
-    def prepare(self) -> None:
-        """Makes the memory for the copies of the first save in the background, in the thread: new memory is slow.
-
-        Call it once the optimizers have their states. What has to be gathered is left to the first save. Does nothing
-        without `background`.
-        """
-        is_sharded = self.format == "sharded"
-        if self._writer is None or self._copies is None or not (self.writer or is_sharded):
-            return
-        here = {name: part for name, part in self.parts.items() if not parts.is_collective(part, full=not is_sharded)}
-        states: dict[str, Any] = {name: parts.local_state(part) for name, part in here.items()}
-        if is_sharded:
-            from amp_core.checkpoints import sharded
-
-            _, mine, rest = sharded.assign_shards(here, states, self._ranks.rank, self._ranks.num)
-            states = {"": [tensor for *_, tensor in mine]} | (rest if self.writer else {})
-        wanted: dict[Any, Tensor] = {}
-        for tensor in plain_state.all_tensors(states):
-            if is_dtensor(tensor):  # the full tensor is copied
-                wanted[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            else:
-                wanted[plain_state.is_same(tensor)] = tensor
-        self._preparation = self._writer.submit(self._copies.prepare, list(wanted.values()))
 
     def wait(self) -> None:
         """Waits for a background `save`. At the end, on every rank: only this and the next `save` raise SaveError."""
@@ -224,42 +191,39 @@ class Checkpoint:
         if task is not None:
             task.result()
 
-    def _with_moved(self, states: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        pairs = zip(self.parts.items(), states, strict=True)
-        return {name: parts.with_moved(part, state, self._begun[name]) for (name, part), state in pairs}
+    def _states(self, state_of: Callable[[Part], Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        others = self.parts.values()
+        return {
+            name: parts.with_moved(part, state_of(part), self._begun[name], others) for name, part in self.parts.items()
+        }
 
     def _join(self) -> None:
         """Wait, and leave raising a problem to the next `save` or `wait`."""
         if self._task is not None:
             self._task.exception()
 
-    def _prepare_single(self, target: Path, contents: dict[str, Any], about: dict[str, Any]) -> Callable[[], bool]:
-        contents, _ = self._on_host(contents)
-
-        def write() -> bool:
-            self.guard()
-            data = plain_state.serialise(contents)
-            files = {STATE: folders.digest_of(data)}
-            manifest = folders.encode(about | {"files": files})
-            with folders.saving(target, files[STATE]["bytes"] + len(manifest)):
-                folders.write_step(target, {STATE: data, MANIFEST: [manifest]})
-            return True
-
-        return write
-
-    def _prepare_sharded(self, target: Path, facts: dict[str, Any], about: dict[str, Any]) -> Callable[[], bool]:
+    def _prepare(
+        self, target: Path, states: Mapping[str, Any] | None, facts: dict[str, Any], about: dict[str, Any]
+    ) -> Callable[[], bool]:
+        """Copies what is saved, full `states` or None: shards. Returns what writes it; false: it is there already."""
         from amp_core.checkpoints import sharded
 
-        ranks = self._ranks
+        ranks = self._ranks if states is None else Ranks()
         problem: Exception | None = None
         entries, mine, contents = [], [], {}
         try:
-            states = self._with_moved(map(parts.local_state, self.parts.values()))
-            entries, mine, rest = sharded.assign_shards(self.parts, states, ranks.rank, ranks.num)
+            if states is None:
+                states = self._states(parts.local_state)
+                entries, mine, states = sharded.assign_shards(self.parts, states, ranks.rank, ranks.num)
+                facts = {**facts, "sharded": len(entries)}
             if self.writer:
-                contents = {**DEFAULTS, **rest, **facts, "sharded": len(entries)}
-            contents, tensors = self._on_host(contents, [tensor for *_, tensor in mine])
-            mine = [(number, shard, tensor) for (number, shard, _), tensor in zip(mine, tensors, strict=True)]
+                contents = {**DEFAULTS, **states, **facts}
+            # The very tensors if they are in host memory, or in the background copies that nothing changes.
+            to_host = Tensor.cpu if self._copies is None else self._copies.copy
+            contents = plain_state.to_plain(contents, to_host=to_host)
+            mine = [(number, shard, to_host(tensor)) for number, shard, tensor in mine]
+            if self._copies is not None:
+                self._copies.end()
         except Exception as error:
             # Raised in `write`, on all ranks: a rank that leaves now would not be there when the others agree.
             problem = error
@@ -276,26 +240,15 @@ class Checkpoint:
         def write() -> bool:
             # Raised on all ranks, so that none waits for another.
             has_writer = ranks.each(ready)[0]
-            return has_writer and sharded.write_sharded(ranks, target, entries, mine, contents, about) and self.writer
+            return has_writer and sharded.write_step(ranks, target, entries, mine, contents, about) and self.writer
 
         return write
-
-    def _on_host(self, contents: Any, shards: Sequence[Tensor] = ()) -> tuple[Any, list[Tensor]]:
-        """The same in plain containers and tensors in host memory: the very ones, or copies that nothing changes."""
-        if self._copies is None:
-            return plain_state.to_plain(contents), [shard.cpu() for shard in shards]
-        if self._preparation is not None:
-            self._preparation.exception()  # without memory the copies will say so
-            self._preparation = None
-        copied = plain_state.to_plain(contents, to_host=self._copies.copy), list(map(self._copies.copy, shards))
-        self._copies.end()
-        return copied
 
     def _remove_old(self, target: Path, step: int, best: tuple[str, str] | None) -> None:
         try:
             self._verified.add(target)
             folders.remove_old(self.folder, step, self.keep, best, self._verify)
-        except OSError as error:
+        except OSError as error:  # the new one is safe, and the next save tries again
             _log.warning("cannot remove an old checkpoint: %s. %s itself is safe.", error, target)
 
     def _verify(self, path: Path) -> bool:
@@ -309,25 +262,25 @@ class Checkpoint:
 
         Everything is checked before the first part is changed. An optimizer's state comes from the file, also entries
         of its groups that are no arguments of its constructor. The settings of its groups stay, with a note for each
-        that differs, except those that the saved run changed after its `Checkpoint` was made, and, with a torch
-        scheduler among the parts, `lr`, `momentum` and `betas`. A `Schedule` sets its rates itself. Tensors that
-        hold learning rates are written in place.
+        that differs, except those that the saved run changed after its `Checkpoint` was made, and what a torch
+        scheduler that was saved with it sets (`lr`, `momentum`, `betas`). A `Schedule` sets its rates itself. Tensors
+        that hold learning rates are written in place.
 
         A part that the file lacks is an error, but an `AveragedPart` starts from the weights that were loaded, and a
         scaler gets `{}` (a fresh scale). A part of the file that is not here is ignored with a note. Waits for a save
         in the background. With a `group`, collective: what one rank finds damaged, none uses.
 
-        Args:
-            path: a step folder, a `state.pt`, a folder of checkpoints, or a run folder. Default: the own folder.
-
+        `path` is a step folder, a `state.pt`, a folder of checkpoints (by default the own one), or a run folder.
         Returns None when no path was given and there is no checkpoint at all, neither sound nor damaged.
         CheckpointError: none is sound, it is refused, or it is of another model; nothing was changed.
         """
         self._join()
-        find = reading.find_checkpoint if path is None else reading.must_find_checkpoint
-        found = find(self.folder if path is None else Path(path), self._ranks, self._select)
-        if found is None:
-            return None
+        try:
+            found = reading.find_checkpoint(self.folder if path is None else Path(path), self._ranks, self._select)
+        except NoCheckpoint:
+            if path is None:
+                return None
+            raise
         contents, selection = found.contents, found.selection
         for name, state in selection.wanted.items():
             try:
@@ -336,7 +289,7 @@ class Checkpoint:
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{found.path}: {name} does not fit: {error}") from error
         for part in selection.fresh:
-            part.reset()
+            part.reset()  # to the weights that were loaded just now
         notes = (*found.notes, *selection.notes, *selection.conversions)
         return Loaded(found.step, contents["progress"], contents["config"], found.path, found.digest, notes)
 
@@ -349,8 +302,8 @@ class Checkpoint:
                 misfits, converted = parts.compare(part, contents[name])
                 problems += [f"{name} {misfit}" for misfit in misfits]
                 if not misfits:
-                    wanted[name] = parts.taken_settings(part, contents[name], self.parts.values())
-                    notes += [f"{name}: {line}" for line in parts.settings_that_differ(part, wanted[name])]
+                    wanted[name] = contents[name]
+                    notes += [f"{name}: {line}" for line in parts.settings_that_differ(part, contents[name])]
                 conversions += [f"dtypes of {name} were converted: {parts.first_few(converted)}"] if converted else []
             elif isinstance(part, AveragedPart):
                 fresh.append(part)
@@ -371,12 +324,13 @@ class Checkpoint:
 
     def snapshot(self) -> dict[str, Any]:
         """A copy in host memory of what this rank has of all parts, for `restore`. Waits for the device."""
-        states = {name: plain_state.copied(parts.local_state(part)) for name, part in self.parts.items()}
-        return states | {"progress": parts.counters_of(self.parts)}
+        # As if nothing was there when the run began: all settings count as changed, and are put back.
+        states = {name: parts.with_moved(part, parts.local_state(part), ()) for name, part in self.parts.items()}
+        return plain_state.copied(states) | {"progress": parts.counters_of(self.parts)}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Puts all parts back to a snapshot of this rank, bit by bit. The snapshot may be used again."""
         for name, part in self.parts.items():
             # Optimizers keep the tensors that they are given, without a copy.
-            parts.load_part(part, parts.all_settings(plain_state.copied(snapshot[name])), exact=True)
+            parts.load_part(part, plain_state.copied(snapshot[name]), exact=True)
             parts.load_counters(name, part, snapshot["progress"])

@@ -54,7 +54,7 @@ def export(source: Path, target: Path, part: str | None = None) -> list[str]:
             raise CheckpointError(f"{folder}: {part} holds more than tensors ({other}): use a .pt file")
         return reading.Selection(lambda entry: shards.want_all(entry) if entry.paths[0][0] == part else None)
 
-    found = reading.must_find_checkpoint(source, None, select)
+    found = reading.find_checkpoint(source, None, select)
     contents = found.contents if part is None else found.contents[part]
     if target.suffix == ".pt":
         data = plain_state.serialise(contents)

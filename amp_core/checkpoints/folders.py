@@ -24,11 +24,11 @@ FORMAT = 1
 STATE = "state.pt"
 MANIFEST = "manifest.json"
 SHARD_FILE = re.compile(r"(parts|whole)_[0-9]{5,}\.safetensors")
-STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
+STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # one name for each step
 RESERVED = ("progress", "config", "format", "sharded")
 DEFAULTS: Mapping[str, Any] = {"scaler": {}}  # what every checkpoint has, also of a run without such a part
 LARGEST_MANIFEST = 1 << 30  # bytes; that of 1024 ranks and 700 weights with two moments each has a quarter of it
-_READ_AT_ONCE = 1 << 24
+_READ_AT_ONCE = 1 << 24  # bytes of what nobody takes
 
 
 class CorruptFile(Exception):
@@ -166,15 +166,6 @@ def stream(path: Path, begin: bytes, parts: Iterable[tuple[int, Any]], sha256: s
         raise CorruptFile(f"{path.name} does not have the SHA-256 of the manifest")
 
 
-def write_step(target: Path, files: Mapping[str, Sequence[Any]]) -> None:
-    """Writes a step folder. Any call of it may be the last: the newest checkpoint loads all the same."""
-    temporary = make_temporary(target)
-    try:
-        complete(temporary, target, files)
-    finally:
-        abandon(temporary)
-
-
 def complete(temporary: Path, target: Path, files: Mapping[str, Sequence[Any]]) -> None:
     """Writes the last files of a step folder, and gives it its name when they are on disk."""
     # Contents, then their names, then the rename: after a power cut a step folder has all its files, or is not there.
@@ -217,18 +208,20 @@ def remove_old(
     for step, path in paths.items():
         with contextlib.suppress(CorruptFile, CheckpointError):
             metrics[step] = inspect(path)["metrics"]
-    sound: dict[int, bool] = {}
+    damaged: set[int] = set()
 
-    def is_sound(step: int) -> bool:
-        if step not in sound:
-            sound[step] = verify(paths[step])
-        return sound[step]
+    def sound(steps: Iterable[int]) -> Iterator[int]:
+        for step in steps:
+            if step not in damaged and verify(paths[step]):
+                yield step
+            else:
+                damaged.add(step)
 
     # Those that stay are verified before others go: a damaged newest one must not cost the last sound one.
     if len(metrics) > keep:
-        newest = itertools.islice(filter(is_sound, sorted(metrics, reverse=True)), keep)
-        kept = {current, *newest, *itertools.islice(filter(is_sound, ranking(metrics, best)), 1)}
-        for step in sorted(step for step in metrics.keys() - kept if sound.get(step, True)):
+        newest = itertools.islice(sound(sorted(metrics, reverse=True)), keep)
+        kept = {current, *newest, *itertools.islice(sound(ranking(metrics, best)), 1)}
+        for step in sorted(metrics.keys() - kept - damaged):
             remove(set_aside(paths[step]))
 
 

@@ -13,7 +13,7 @@ import enum
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -57,8 +57,8 @@ class ShardedPart(Part, Protocol):
         """Its state with this rank's `Slice` in place of each full tensor. Not collective."""
         ...
 
-    def span(self, path: tuple[Any, ...], shape: tuple[int, ...], /) -> tuple[int, int]:
-        """The rows [start, stop) that this rank holds of the tensor at `path`. ValueError: there is no such tensor."""
+    def span(self, shape: tuple[int, ...], /) -> tuple[int, int]:
+        """The rows [start, stop) that this rank holds of a tensor. ValueError: it has none of this shape."""
         ...
 
 
@@ -66,8 +66,7 @@ class ShardedPart(Part, Protocol):
 class AveragedPart(Part, Protocol):
     """An average of a network, such as `Ema`: the only part that a checkpoint may lack."""
 
-    model: nn.Module
-    """The averaged network, whose state dict is the part's."""
+    model: nn.Module  # the averaged network, whose state dict is the part's
 
     def reset(self) -> None:
         """Restart the average from the current weights of the network that is trained."""
@@ -90,7 +89,7 @@ def counters_of(parts: Mapping[str, Part]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, part in parts.items():
         for key, value in part.counters().items() if isinstance(part, CountingPart) else ():
-            found[f"{key}_{name}" if key in found else key] = value
+            found[f"{key}_{name}" if key in found else key] = value  # a second average
     return found
 
 
@@ -117,20 +116,18 @@ def parameters_of(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> I
 
 def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Plain name -> name in `net.state_dict()`, which has a component more for each wrapper (DDP, torch.compile)."""
-    wrappers = []
+    wrapped = set()  # paths of what is inside a wrapper
     for path, module in net.named_modules(remove_duplicate=False):
         inner = "module" if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) else "_orig_mod"
         if inner == "module" or inner in dict(module.named_children()):  # importing torch.compile's class costs 2 s
-            prefix = f"{path}." if path else ""
-            wrappers.append((f"{prefix}{inner}.", prefix))
-    found = {}
-    for name in names:
-        plain = name
-        for wrapped, prefix in reversed(wrappers):  # innermost first: its path contains the outer ones
-            if plain.startswith(wrapped):
-                plain = prefix + plain[len(wrapped) :]
-        found[plain] = name
-    return found
+            wrapped.add(f"{path}.{inner}" if path else inner)
+
+    def plain(name: str) -> str:
+        keys = name.split(".")
+        paths = itertools.accumulate(keys, "{}.{}".format)
+        return ".".join(key for key, path in zip(keys, paths, strict=True) if path not in wrapped)
+
+    return {plain(name): name for name in names}
 
 
 def save_trained_alone(net: nn.Module) -> None:
@@ -138,6 +135,7 @@ def save_trained_alone(net: nn.Module) -> None:
     trained = tuple(f".{name}" for name, param in net.named_parameters() if param.requires_grad)
 
     def is_left_out(key: str) -> bool:
+        # By the end: in a network around it names are longer, and compiled parts add a component.
         return not f".{key.replace('_orig_mod.', '')}".endswith(trained)
 
     def leave_out(net: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -155,9 +153,6 @@ def full_state(part: Part, *, keep: bool = True) -> Mapping[str, Any]:
     """The state to save, with full tensors; collective if sharded. `keep`: false on ranks that need no result."""
     if isinstance(part, Optimizer) and (layout := state_layout(part)) is not None:
         state = layout.full_state(part, keep=keep)
-    elif is_zero(part):
-        part.consolidate_state_dict()  # type: ignore[attr-defined]  # to rank 0, the only one that has a state dict
-        state = part.state_dict() if keep else {}
     else:
         state = gather_full_state(part.state_dict(), keep=keep)
     return _portable(part, state) if keep else state
@@ -183,18 +178,6 @@ def local_state(part: Part) -> Mapping[str, Any]:
     if isinstance(part, Optimizer) and is_state_sharded(part):
         return full_state(part)
     return _portable(part, part.sharded_state_dict() if isinstance(part, ShardedPart) else part.state_dict())
-
-
-def is_collective(part: Part, *, full: bool) -> bool:
-    """Whether getting the state of a part is collective, apart from gathering DTensors."""
-    if isinstance(part, Optimizer):
-        return is_state_sharded(part) or is_zero(part)
-    return full and isinstance(part, ShardedPart)
-
-
-def is_zero(part: Part) -> bool:
-    """Whether it is torch's ZeroRedundancyOptimizer, told without importing the class, which a build may lack."""
-    return hasattr(part, "consolidate_state_dict")
 
 
 def _portable(part: Part, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,6 +221,7 @@ def _compare_net(net: nn.Module, state: dict[str, Any]) -> tuple[list[str], list
         elif old.shape != new.shape:
             shapes.append(f"{key} is {tuple(old.shape)} there and {tuple(new.shape)} here")
         elif old.dtype != new.dtype:
+            # torch casts without a word: a float to another one is said, an integer would lose its meaning.
             both_float = old.is_floating_point() and new.is_floating_point()
             (converted if both_float else types).append(f"{key} is {old.dtype} there and {new.dtype} here")
     unexpected = [str(key) for key in state if key not in here]
@@ -269,6 +253,7 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
         yield f"has groups of {saved_sizes} parameters there and {sizes} here"
         return
     shapes = []
+    # Other packages give these names to states of other shapes.
     is_known = type(optimizer).__module__.startswith(("torch.optim.", "amp_core."))
     for number, parameter in parameters_of(optimizer, groups) if is_known else ():
         entry = states.get(number, {})
@@ -298,7 +283,7 @@ def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
             return None
         part = parts[name]
         if isinstance(part, ShardedPart):
-            return (0, *part.span(path, entry.shape)), True
+            return (0, *part.span(entry.shape)), True
         live = lookup(name)(path)
         if live is None or tuple(live.shape) != entry.shape:
             here = "nothing" if live is None else str(tuple(live.shape))
@@ -337,30 +322,26 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
     `Optimizer.load_state_dict` alone would also take `fused` from the file, and put a new tensor in place of `lr`.
     `exact`: the parameters have the dtypes of the file, and so must their states.
     """
-    everyone = [optimizer, *inner_optimizers(optimizer)]
-    groups = optimizer.param_groups
-    holders = [each for each in reversed(everyone) if each.param_groups is groups]  # wrappers may share the groups
     given = {key: value for key, value in state.items() if key not in ("class", "moved")}
-    if "param_groups" not in state:
+    if "param_groups" not in state:  # a wrapper's own format
         optimizer.load_state_dict(given)
         return
+    everyone, groups = [optimizer, *inner_optimizers(optimizer)], optimizer.param_groups
+    holders = [each for each in reversed(everyone) if each.param_groups is groups]  # wrappers may share the groups
     taken = _state_of_groups(optimizer, state)
     pairs = zip(groups, taken, state["param_groups"], strict=True)
     saved = [{**group, **new, "params": old["params"]} for group, new, old in pairs]
-    numbers = [number for number, _ in parameters_of(optimizer, saved)]
+    numbered = list(parameters_of(optimizer, saved))
     layout, weights = state_layout(optimizer), weights_by_side()
-    per_weight = [key for key, value in given.items() if isinstance(value, dict) and numbers and key != "param_groups"]
-    for each in per_weight:  # `state`; wrappers have several
-        states = dict(given[each])
+    per_weight = {key: dict(value) for key, value in given.items() if isinstance(value, dict)}
+    for each, states in per_weight.items():  # `state`; wrappers have several
         if layout is not None:
-            states = layout.local_states(optimizer, states, numbers)
-        for number, parameter in parameters_of(optimizer, saved):
+            per_weight[each] = states = layout.local_states(optimizer, states, [number for number, _ in numbered])
+        for number, parameter in numbered:
             if isinstance(states.get(number), dict):
                 own, like = states[number].items(), weights.get(parameter, parameter)
                 states[number] = {key: dtensor_like(_laid_out(value, like), parameter) for key, value in own}
-        given[each] = states
-    before = {each: dict(given[each]) for each in per_weight}  # ZeroRedundancyOptimizer empties what it is given
-    optimizer.load_state_dict({**given, "param_groups": saved})
+    optimizer.load_state_dict({**given, **per_weight, "param_groups": saved})
     for holder in holders:
         if holder.param_groups is not groups:
             holder.param_groups = groups
@@ -373,13 +354,12 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
             else:
                 group[key] = copy.deepcopy(value)
     # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
-    for number, parameter in parameters_of(optimizer, saved):
-        for holder, states in itertools.product(everyone, before.values()):
-            live = holder.state.get(parameter) or {}  # a defaultdict: an index would give SGD without momentum a state
-            for key, value in (states.get(number) or {}).items():
-                found = live.get(key) if key != "step" and isinstance(value, Tensor) else None
-                if isinstance(found, Tensor) and found.dtype != value.dtype and (exact or value.dim() == 0):
-                    live[key] = value.to(found.device)
+    for (number, parameter), holder, states in itertools.product(numbered, everyone, per_weight.values()):
+        live = holder.state.get(parameter) or {}  # a defaultdict: an index would give SGD without momentum a state
+        for key, value in (states.get(number) or {}).items():
+            found = live.get(key) if key != "step" and isinstance(value, Tensor) else None
+            if isinstance(found, Tensor) and found.dtype != value.dtype and (exact or value.dim() == 0):
+                live[key] = value.to(found.device)
 
 
 # --- settings and state in the groups of an optimizer -----------------------------------------------------------------
@@ -396,9 +376,8 @@ def _settings(optimizer: Optimizer) -> frozenset[str]:
 
     All others are state, such as `k` of schedulefree, which is among its defaults, and `step` of timm's Lamb.
     """
-    everyone = (optimizer, *inner_optimizers(optimizer))
-    own = [type(each) for each in everyone if owner_of_groups(each) is each]  # Lookahead's `k` is not in the groups
-    return _arguments(*own, torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon) | {"param_names"}
+    own = type(owner_of_groups(optimizer))  # a wrapper's arguments, as Lookahead's `k`, are not in the groups
+    return _arguments(own, torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon) | {"param_names"}
 
 
 def settings_of(part: Part) -> list[dict[str, Any]]:
@@ -407,17 +386,32 @@ def settings_of(part: Part) -> list[dict[str, Any]]:
     return [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
 
 
-def with_moved(part: Part, state: Mapping[str, Any], begun: list[dict[str, Any]]) -> Mapping[str, Any]:
+def with_moved(
+    part: Part, state: Mapping[str, Any], begun: Sequence[dict[str, Any]], others: Iterable[Part] = ()
+) -> Mapping[str, Any]:
     """The state of an optimizer with `moved`: the names of the settings that its run changed since `begun`, by group.
 
-    These are loaded from the file, like state. Learning rates of a `Schedule` are excluded: it sets them itself.
+    These are loaded from the file, like state, and so is what a torch scheduler among `others` sets: it computes a rate
+    from the one before. Learning rates of a `Schedule` are excluded: it sets them itself.
     """
-    if not begun or not isinstance(part, Optimizer):
+    if not isinstance(part, Optimizer):
         return state
-    keys = _settings(part) - ({"params", "lr"} if is_scheduled(part) else {"params"})
+    followed = [getattr(other, "optimizer", None) for other in others if not isinstance(other, Schedule | Optimizer)]
+    owners = [owner_of_groups(each) for each in followed if isinstance(each, Optimizer)]
+    always = ("lr", "momentum", "betas") if owner_of_groups(part) in owners else ()
+    keys = _settings(part) - _set_here(part)
+
+    def has_moved(key: str, now: dict[str, Any], then: dict[str, Any]) -> bool:
+        return key in always or key not in then or not _equal(now[key], then[key])
+
     pairs = itertools.zip_longest(state.get("param_groups", ()), begun, fillvalue={})
-    moved = [sorted(k for k in keys & then.keys() & now.keys() if not _equal(now[k], then[k])) for now, then in pairs]
+    moved = [sorted(key for key in keys & now.keys() if has_moved(key, now, then)) for now, then in pairs]
     return {**state, "moved": moved} if any(moved) else state
+
+
+def _set_here(optimizer: Optimizer) -> set[str]:
+    """Entries of its groups that no file sets."""
+    return {"params", "lr"} if is_scheduled(optimizer) else {"params"}
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -429,26 +423,10 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def taken_settings(part: Part, state: Mapping[str, Any], others: Iterable[Part]) -> Mapping[str, Any]:
-    """The state of an optimizer to load: if a torch scheduler is a part, too, `moved` also names what it sets."""
-    schedulers = [other for other in others if not isinstance(other, Schedule | Optimizer)]
-    followed = [other.optimizer for other in schedulers if isinstance(getattr(other, "optimizer", None), Optimizer)]  # type: ignore[attr-defined]
-    if not isinstance(part, Optimizer) or owner_of_groups(part) not in map(owner_of_groups, followed):
-        return state
-    moved = itertools.chain(state.get("moved", ()), itertools.repeat([]))
-    return {**state, "moved": [[*next(moved), "lr", "momentum", "betas"] for _ in state.get("param_groups", ())]}
-
-
-def all_settings(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a part, changed so that a load takes all settings of an optimizer except rates of a `Schedule`."""
-    groups = state.get("param_groups") if isinstance(state, dict) else None
-    return {**state, "moved": list(map(list, groups))} if isinstance(groups, list) else state
-
-
 def _state_of_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of each group in a file that are loaded: state, and the settings that `moved` names."""
     moved = itertools.chain(state.get("moved", ()), itertools.repeat(()))
-    settings, set_here = _settings(optimizer), {"params", "lr"} if is_scheduled(optimizer) else {"params"}
+    settings, set_here = _settings(optimizer), _set_here(optimizer)
     return [
         {k: v for k, v in group.items() if k not in set_here and (k not in settings or k in keys)}
         for group, keys in zip(state["param_groups"], moved, strict=False)
@@ -459,8 +437,8 @@ def settings_that_differ(part: Part, state: Mapping[str, Any]) -> list[str]:
     """A line for each setting of an optimizer that differs from the file, with the value that is used."""
     if not isinstance(part, Optimizer) or "param_groups" not in state:
         return []
-    found, silent = {}, {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-    silent |= {"lr"} if is_scheduled(part) else set()
+    # Without a note are those that choose a kernel, and the numbers that it computes are the same.
+    found, silent = {}, {"param_names", "foreach", "fused", "capturable", "differentiable"} | _set_here(part)
     taken, settings, made = _state_of_groups(part, state), _settings(part), owner_of_groups(part).defaults
     live = _plain_groups(part, part.param_groups)
     for number, (group, old, new) in enumerate(zip(live, state["param_groups"], taken, strict=True)):

@@ -46,6 +46,7 @@ def unpickle(data: bytes, path: Path) -> dict[str, Any]:
     return {**DEFAULTS, **contents}
 
 
+# What torch.save writes of plain containers: keys of dictionaries, and names that it refers to.
 _KEYS = {"BINUNICODE", "BININT", "BININT1", "BININT2", "BINFLOAT", "NEWTRUE", "NEWFALSE", "NONE"}
 _GLOBALS = re.compile(
     r"torch (\w+Storage|u?int\d+|b?float\w+|complex\d+|bool)|torch\.storage UntypedStorage|"
@@ -65,13 +66,15 @@ def scan(file: BinaryIO, *, is_ours: bool = True, is_zip: bool = True) -> int:
     if is_zip:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-        if sum(entry.file_size for entry in entries) > size:
+        if sum(entry.file_size for entry in entries) > size:  # then a small file could take all memory
             raise ValueError("it is compressed")
+        # The one: of two torch might read the other.
         (entry,) = [entry for entry in entries if entry.filename.endswith("data.pkl")]
         # Not `archive.read`, which would miss the checksum that `serialise` leaves out.
         file.seek(entry.header_offset + 26)
         file.seek(sum(int.from_bytes(file.read(2), "little") for _ in range(2)), io.SEEK_CUR)
         size = entry.file_size
+    # A pickle is a program for a machine with a stack and a memo: it is run here without making objects.
     stack: list[Any] = []  # names of operations, and of tuples how many items their hash takes
     memo: dict[Any, Any] = {}
     for code, argument, _ in (each for _ in range(1 if is_zip else 5) for each in pickletools.genops(file)):
@@ -98,8 +101,10 @@ def scan(file: BinaryIO, *, is_ours: bool = True, is_zip: bool = True) -> int:
                 raise ValueError(f"it refers to {kind.replace(' ', '.')}")
         elif code.name == "LONG1" and int(argument or 0).bit_length() < 64:
             kind = "BININT"
+        # `taken` is a value, its key, the value before, ..., and at the end the dictionary.
         elif is_ours and code.name in ("SETITEM", "SETITEMS") and not _KEYS.issuperset(taken[1:-1:2]):
             raise ValueError("a key of a dictionary is neither text nor a number of 64 bits")
+        # Of pairs in its argument the keys were not looked at.
         elif is_ours and code.name == "REDUCE" and taken[1] == "collections OrderedDict" and taken[0] != "EMPTY_TUPLE":
             raise ValueError("a dictionary is made of something")
         stack += [kind] * len(code.stack_after)
@@ -125,31 +130,23 @@ def _require_plain(contents: object, num_bytes: int, num_items: int) -> None:
         raise ValueError("its tensors are larger than the file")
 
 
-_Where = tuple[Any, object] | None
-"""(path of the container, key) of a value in nested containers."""
+_Where = tuple[object, ...]  # the keys that lead to a value in nested containers
 
 
-def _leaves(value: object, where: _Where = None) -> Iterator[tuple[_Where, object]]:
+def _leaves(value: object, where: _Where = ()) -> Iterator[tuple[_Where, object]]:
     """All containers, keys and values, with their paths."""
-    if isinstance(value, dict):
-        yield where, None
-        for key, item in value.items():
-            yield (where, "a key"), key
-            yield from _leaves(item, (where, key))
-    elif isinstance(value, (list, tuple)):
-        yield where, None
-        for index, item in enumerate(value):
-            yield from _leaves(item, (where, index))
-    else:
+    if not isinstance(value, dict | list | tuple):
         yield where, value
+        return
+    yield where, None
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(value, dict):
+            yield (*where, "a key"), key
+        yield from _leaves(item, (*where, key))
 
 
 def _name(where: _Where) -> str:
-    names: list[str] = []
-    while where is not None:
-        where, key = where
-        names.append(str(key))
-    return ".".join(reversed(names))
+    return ".".join(map(str, where))
 
 
 def _require_scalar(value: object, where: _Where) -> None:
@@ -215,7 +212,7 @@ def to_plain(
     value: Any,
     copies: dict[tuple[Any, ...], Tensor] | None = None,
     to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
-    where: _Where = None,
+    where: _Where = (),
 ) -> Any:
     """The same in plain containers and plain CPU tensors that own exactly their data; shared tensors stay shared."""
     copies = {} if copies is None else copies
@@ -232,9 +229,9 @@ def to_plain(
         for key in value:
             if type(key) not in _SCALARS:
                 raise ValueError(f"{_name(where)} has a {type(key).__name__} as a key: expected str, int, float, bool")
-        return {key: to_plain(item, copies, to_host, (where, key)) for key, item in value.items()}
+        return {key: to_plain(item, copies, to_host, (*where, key)) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [to_plain(item, copies, to_host, (where, index)) for index, item in enumerate(value)]
+        items = [to_plain(item, copies, to_host, (*where, index)) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     _require_scalar(value, where)
     return value
@@ -277,19 +274,14 @@ class Copies:
 
     def __init__(self) -> None:
         self._free: dict[Any, list[Tensor]] = {}  # by kind
-        self._used: list[tuple[Any, Tensor]] = []
+        self._used: list[tuple[Any, Tensor]] = []  # in this save
         self._devices: set[torch.device] = set()
-        self._pending: list[torch.cuda.Event] = []
-
-    def prepare(self, tensors: Iterable[Tensor]) -> None:
-        """Allocate and touch memory for copies of such tensors, which may be on the device meta."""
-        for tensor in tensors:
-            self._free.setdefault(_kind(tensor), []).append(_host_memory(tensor).zero_())
+        self._pending: list[torch.cuda.Event] = []  # behind the copies of each device
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy that is complete after `wait`."""
         free = self._free.get(_kind(tensor))
-        buffer = free.pop() if free else _host_memory(tensor)
+        buffer = free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self._used.append((_kind(tensor), buffer.copy_(tensor, non_blocking=tensor.is_cuda)))
         if tensor.is_cuda:
             self._devices.add(tensor.device)
@@ -313,7 +305,3 @@ class Copies:
 
 def _kind(tensor: Tensor) -> Any:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_cuda
-
-
-def _host_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -63,15 +63,14 @@ class Ranks:
 class Selection(NamedTuple):
     """The parts of a checkpoint that are loaded."""
 
-    want: Want
+    want: Want  # raises ValueError if nothing fits
     wanted: Mapping[str, Any] = MappingProxyType({})  # name of a part -> its state
     fresh: Sequence[AveragedPart] = ()  # parts that the checkpoint lacks
     notes: Sequence[str] = ()
     conversions: Sequence[str] = ()
 
 
-Select = Callable[[Path, dict[str, Any]], Selection]
-"""(folder or file, contents) -> what is taken, before shards are read. `want` raises ValueError if nothing fits."""
+Select = Callable[[Path, dict[str, Any]], Selection]  # of (folder or file, contents), before shards are read
 
 
 @dataclass(frozen=True)
@@ -86,39 +85,23 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
-def read(path: str | os.PathLike[str], *, notes: list[str] | None = None, key: str = "") -> dict[str, Any]:
+def read(path: str | os.PathLike[str], *, key: str = "") -> dict[str, Any]:
     """Reads a checkpoint with no parts at hand: verified as in `Checkpoint.load`, full tensors on the CPU.
 
-    `path` is a step folder, a `state.pt`, a folder of checkpoints, or a run folder (its newest sound one). Rejected
-    ones are appended to `notes`; `key` is the setting that named the path. CheckpointError: there is none, or none is
-    sound.
+    `path` is a step folder, a `state.pt`, a folder of checkpoints, or a run folder (its newest sound one); `key` is the
+    setting that named it. CheckpointError: there is none, or none is sound.
     """
-    found = must_find_checkpoint(Path(path), key=key)
-    if notes is not None:
-        notes += found.notes
-    return found.contents
+    return find_checkpoint(Path(path), key=key).contents
 
 
 class NoCheckpoint(CheckpointError):
     """The given path holds no checkpoint at all, neither sound nor damaged."""
 
 
-def must_find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | None = None, key: str = "") -> Found:
-    """As `find_checkpoint`; NoCheckpoint: there is none. `key` is the setting that named the path."""
-    if (found := find_checkpoint(path, ranks, select)) is not None:
-        return found
-    why = "holds neither a run nor a checkpoint"
-    if any((path / name).exists() for name in (".hydra", "summary.json", "checkpoints")):
-        why = "the run has saved no checkpoint yet; resume it with its own command, or name another one"
-    if not path.exists():
-        why = "there is no such file or folder; expected a run, a checkpoint, or its file"
-    raise NoCheckpoint(f"{key and f'{key}='}{path}: {why}")
+def find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | None = None, key: str = "") -> Found:
+    """The checkpoint that `path` means: the named one, or the newest sound one of a folder.
 
-
-def find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | None = None) -> Found | None:
-    """The checkpoint that `path` means: the named one, or the newest sound one of a folder; None if that has none.
-
-    With `ranks` all of them find the same one. Collective.
+    With `ranks` all of them find the same one. Collective. CheckpointError: none is sound. NoCheckpoint: there is none.
     """
     ranks, select = ranks or Ranks(), select or (lambda path, contents: Selection(shards.want_all))
     kind, candidates = ranks.first(lambda: _candidates(path))
@@ -142,10 +125,16 @@ def find_checkpoint(path: Path, ranks: Ranks | None = None, select: Select | Non
         # Folders that are not shared look alike: they may hold the same step of different runs.
         if any(one != told[0] for one in told):
             raise CheckpointError(f"{candidate}: the ranks read different ones: {told}; do all see the same folder?")
+        assert found is not None
         return found
     if notes:
         raise CheckpointError("no checkpoint is sound: " + "; ".join(notes))
-    return None
+    why = "holds neither a run nor a checkpoint"
+    if any((path / name).exists() for name in (".hydra", "summary.json", "checkpoints")):
+        why = "the run has saved no checkpoint yet; resume it with its own command, or name another one"
+    if not path.exists():
+        why = "there is no such file or folder; expected a run, a checkpoint, or its file"
+    raise NoCheckpoint(f"{key and f'{key}='}{path}: {why}")
 
 
 def _candidates(path: Path) -> tuple[str, list[Path]]:
@@ -154,6 +143,7 @@ def _candidates(path: Path) -> tuple[str, list[Path]]:
         if path.is_file():
             is_state = path.name == STATE and (path.parent / MANIFEST).exists()
             return ("folder", [path.parent]) if is_state else ("file", [path])
+        # A damaged step folder that was named is refused, and not taken for an empty folder of checkpoints.
         if STEP_FOLDER.fullmatch(path.name) or (path / MANIFEST).exists() or (path / STATE).exists():
             return "folder", [path]
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -187,6 +177,7 @@ def _open(folder: Path, select: Select, notes: tuple[str, ...]) -> Found:
         return Found(contents, manifest["step"], folder, digest, select(folder, contents), notes)
     entries = shards.decode(manifest.get("tensors"))
     files = {name: entry["bytes"] for name, entry in manifest["files"].items() if name != STATE}
+    # Each has its own digest: what is whole may still be of two saves.
     if count != len(entries) or files != {name: shards.size_of(own) for name, own in shards.by_file(entries).items()}:
         raise CorruptFile(f"{STATE}, {MANIFEST} and shards do not belong together")
     for entry in entries:

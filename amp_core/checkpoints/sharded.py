@@ -22,8 +22,7 @@ from amp_core.checkpoints.shards import Entry, Shard, StatePath
 from amp_core.config.errors import SaveError
 from amp_core.tensors import Slice, is_dtensor, slice_of
 
-OwnShard = tuple[int, Shard, Tensor]
-"""A shard that this rank writes, with the number of its entry in the table."""
+OwnShard = tuple[int, Shard, Tensor]  # that this rank writes, after the number of its entry in the table
 
 
 @torch.no_grad()
@@ -39,18 +38,12 @@ def assign_shards(
     entries: list[Entry] = []
     mine: list[OwnShard] = []
     numbers: dict[Any, int] = {}
-    layouts: dict[Any, tuple[Slice, int, int]] = {}  # the same for many tensors, and slow to compute
     num_bytes = [0] * num_ranks
 
     def assign(path: StatePath, value: Any, same_as: Any, is_replica: bool) -> bool:
         """Adds a tensor to the table, or its path to the one that it shares memory with; False: it is not one."""
         if is_dtensor(value):
-            here = value.to_local()
-            kind = id(value.device_mesh), value.placements, value.shape, here.shape  # type: ignore[attr-defined]
-            if kind not in layouts:
-                layouts[kind] = slice_of(value), *shards.replicas(value)
-            like, copy, num_copies = layouts[kind]
-            own = Slice(here, like.start, like.total, like.dim)
+            own, (copy, num_copies) = slice_of(value), shards.replicas(value)
         elif isinstance(value, Slice):
             own, copy, num_copies = value, 0, 1
         elif is_replica and value.ndim and value.dtype in shards.NAMES:
@@ -103,12 +96,12 @@ def assign_shards(
     return entries, mine, rest
 
 
-def write_sharded(
+def write_step(
     ranks: Ranks, target: Path, entries: list[Entry], mine: list[OwnShard], contents: dict[str, Any], about: Any
 ) -> bool:
-    """Writes a step folder together with all other ranks; False if a sound one is there already. Collective.
+    """Writes a step folder; False if a sound one is there already. Any call may be the last: the one before loads.
 
-    `contents` are those of `state.pt`, on rank 0; `about` is the manifest without files and tensors.
+    `contents` are those of `state.pt`, on rank 0; `about` is the manifest without files and tensors. Collective.
     """
     is_there = ranks.first(lambda: os.path.lexists(target))
     if is_there and all(ranks.each(lambda: is_sound(target, ranks.rank, ranks.num))):
@@ -156,7 +149,8 @@ def _complete(
     files = {name: entry for one in written for name, entry in one["files"].items()}
     data = plain_state.serialise(contents)
     files[STATE] = digest_of(data)
-    manifest = encode(about | {"files": files, "tensors": shards.encode(entries)})
+    tensors = {"tensors": shards.encode(entries)} if "sharded" in contents else {}
+    manifest = encode(about | {"files": files} | tensors)
     with folders.saving(target, files[STATE]["bytes"] + len(manifest)):
         for name, entry in files.items():
             if name != STATE and os.stat(temporary / name).st_size != entry["bytes"]:

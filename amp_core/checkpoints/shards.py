@@ -64,8 +64,7 @@ class Entry:
 
 
 Span = tuple[int, int, int]  # dimension, start, stop
-Want = Callable[[Entry], tuple[Span, bool] | None]
-"""The rows of a tensor that are wanted, and whether as a `Slice`; None: nothing of it."""
+Want = Callable[[Entry], tuple[Span, bool] | None]  # the wanted rows, and whether as a `Slice`; None: nothing of it
 
 
 def want_all(entry: Entry) -> tuple[Span, bool]:
@@ -143,7 +142,7 @@ def head(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
     for name, dtype, shape in tensors:
         begin, end = end, end + dtype.itemsize * math.prod(shape)
         while name in table:
-            name += "'"
+            name += "'"  # the paths ("a.b",) and ("a", "b") have one name
         table[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     # The numbers behind it begin at a multiple of 8 bytes, as safetensors writes them.
@@ -159,7 +158,7 @@ def head_of(contents: Iterable[tuple[Entry, Shard]]) -> bytes:
 def replicas(part: Tensor) -> tuple[int, int]:
     """(index of this rank's replica of the shard, number of replicas)."""
     mesh, split = part.device_mesh, split_dimension(part)  # type: ignore[attr-defined]
-    number, count = 0, 1
+    number, count = 0, 1  # the coordinates along the other dimensions, as the digits of one number
     for i in range(mesh.ndim):
         if i != split:
             number, count = number * mesh.size(i) + mesh.get_coordinate()[i], count * mesh.size(i)
@@ -207,7 +206,7 @@ def read(folder: Path, entries: list[Entry], digests: Mapping[str, str], want: W
 def _taker(target: Tensor, entry: Entry, shard: Shard, span: Span) -> Callable[[memoryview], None] | None:
     """Copies what is wanted of a shard from its bytes to `target`, the wanted rows of the tensor; None: nothing is."""
     dim, start, stop = span
-    first, last, offset = shard.start, shard.stop, 0
+    first, last, offset = shard.start, shard.stop, 0  # all of its rows, where columns are wanted
     if dim == entry.dim:
         first, last, offset = max(first, start), min(last, stop), start
     if first >= last or start >= stop:

@@ -67,8 +67,7 @@ class PartialFC:
         kind: one of `MARGINS`.
         margin: ArcFace: an angle in radians (0.5 is usual); CosFace: a cosine (0.4 is usual).
         scale: scale of the cosines before the softmax.
-        sample_rate: share of its classes that a rank uses in a step, above 0 and at most 1. More are used if the window
-            has more samples: their classes always fit.
+        sample_rate: share of its classes that a rank uses in a step, in (0, 1], or more: those of all samples fit.
         seed: of the initial centres, which do not depend on the number of ranks.
 
     Attributes:
@@ -94,13 +93,9 @@ class PartialFC:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if several_ranks() else (0, 1)
         if num_classes < self.world_size:
             raise ValueError(f"{num_classes} classes on {self.world_size} ranks, expected at least one per rank")
-        if kind not in MARGINS:
-            raise ValueError(f"kind={kind}, expected one of {', '.join(MARGINS)}")
-        if not (0 < sample_rate <= 1 and scale > 0 and 0 <= margin < math.pi):
-            raise ValueError(
-                f"{margin=}, {scale=}, {sample_rate=}: expected a margin of at least 0 and below pi, a scale above 0, "
-                f"a rate above 0 and at most 1"
-            )
+        if kind not in MARGINS or not (0 < sample_rate <= 1 and scale > 0 and 0 <= margin < math.pi):
+            expected = f"one of {', '.join(MARGINS)}, a margin in [0, pi), a scale above 0, a rate in (0, 1]"
+            raise ValueError(f"{kind=}, {margin=}, {scale=}, {sample_rate=}: expected {expected}")
         self.num_classes, self.embedding = num_classes, embedding
         self.margin, self.scale, self.sample_rate = margin, scale, sample_rate
         self._add_margin = MARGINS[kind]
@@ -167,11 +162,13 @@ class PartialFC:
         # The softmax over all ranks' classes: by the largest logit of all, so that no exponential exceeds 1. A sample's
         # own logit is on one rank, and 0 on the others: a sum brings it, and the denominator, to all in one reduction.
         largest = logits.amax(1, keepdim=True)
-        _all_reduce(largest, dist.ReduceOp.MAX)
+        if self.world_size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
         exponentials = logits.sub_(largest).exp_()
         own = torch.where(here, moved * self.scale, 0.0)
         sums = torch.cat([exponentials.sum(1, keepdim=True), own], dim=1)
-        _all_reduce(sums, dist.ReduceOp.SUM)
+        if self.world_size > 1:
+            dist.all_reduce(sums)
         total, own = sums.split(1, dim=1)
         losses = (total.log() + largest - own)[:, 0] * w
 
@@ -203,13 +200,7 @@ class PartialFC:
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """The same with this rank's `Slice` in place of the whole, in the same memory. Not collective."""
-        return {"weight": Slice(self.centres.detach(), self.start, self.num_classes)}
-
-    def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-        """First row of the tensor at `path` that this rank holds, and the row behind the last. ValueError: none."""
-        if path != ("weight",):
-            raise ValueError(f"has no {'.'.join(map(str, path))}")
-        return self.span_of_rows(shape)
+        return {"weight": self.slice_of(self.centres)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's slice of a state that was saved on any number of ranks, or in shards the `Slice` itself.
@@ -234,9 +225,12 @@ class PartialFC:
             dist.recv(everything[slice(*self._slice(rank))], src=rank)
         return everything
 
+    def slice_of(self, rows: Tensor) -> Slice:
+        return Slice(rows.detach(), self.start, self.num_classes)
+
     def take_rows(self, rows: Tensor, everything: Tensor | Slice) -> None:
         """Copy this rank's slice of `everything` into `rows`."""
-        first, last = self.span_of_rows(everything.shape)
+        first, last = self.span(everything.shape)
         if isinstance(everything, Tensor):
             rows.copy_(everything[first:last])
         elif (everything.dim, everything.start, everything.stop) == (0, first, last):
@@ -244,10 +238,9 @@ class PartialFC:
         else:
             raise ValueError(f"found rows {everything.start} to {everything.stop}, expected {first} to {last}")
 
-    def span_of_rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """This rank's rows of a tensor of [num_classes, embedding]; ValueError if it has another shape."""
-        expected = (self.num_classes, self.embedding)
-        if tuple(shape) != expected:
+    def span(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """This rank's rows [start, stop) of [num_classes, embedding]. ValueError: it is another shape."""
+        if tuple(shape) != (expected := (self.num_classes, self.embedding)):
             raise ValueError(f"rows are {tuple(shape)} there and {expected} here")
         return self.start, self.stop
 
@@ -260,8 +253,7 @@ class PartialFC:
         return (labels >= self.start) & (labels < self.stop)
 
     def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The column of each sample's own class (0 if another rank has it), and whether this rank has it: both [N,
-        1]."""
+        """The column of each sample's own class (0 if another rank has it), and whether it is here: both [N, 1]."""
         here = self._is_here(labels)
         column = torch.where(here, labels - self.start, 0)
         if self._index is not None:
@@ -276,7 +268,7 @@ class RowState:
     """
 
     def __init__(self, head: PartialFC, optimizer: torch.optim.Optimizer) -> None:
-        self.head, self.optimizer = head, optimizer
+        self.head, self.optimizer, self.span = head, optimizer, head.span
         self.rows: dict[str, Tensor] = {}
 
     def fetch(self, index: Tensor | None) -> None:
@@ -288,34 +280,25 @@ class RowState:
     def store(self, index: Tensor | None) -> None:
         """Store the optimizer's state of rows `index`; None: all rows."""
         for key, value in self.optimizer.state[self.head.active].items():
-            if not isinstance(value, Tensor) or value.shape != self.head.active.shape:
-                continue
-            if index is None:
+            if isinstance(value, Tensor) and value.shape == self.head.active.shape:
+                if index is not None:
+                    rows = self.rows.get(key)
+                    rows = value.new_zeros(self.head.centres.shape) if rows is None else rows
+                    value = rows.index_copy_(0, index, value)
                 self.rows[key] = value
-                continue
-            if key not in self.rows:
-                self.rows[key] = value.new_zeros(self.head.centres.shape)
-            self.rows[key].index_copy_(0, index, value)
 
     def state_dict(self) -> dict[str, Any]:
         """{"rows": name -> [num_classes, ...], "shared": name -> value}; {} on ranks above 0. Called on all ranks."""
-        rows = {key: self.head.gather_rows(value) for key, value in sorted(self.rows.items())}
-        return {} if self.head.rank else {"rows": rows, "shared": self._shared()}
-
-    def _shared(self) -> dict[str, Any]:
-        return {k: v for k, v in self.optimizer.state[self.head.active].items() if k not in self.rows}
+        found = self._with(self.head.gather_rows)
+        return {} if self.head.rank else found
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Like `PartialFC.sharded_state_dict`."""
-        start, total = self.head.start, self.head.num_classes
-        rows = {key: Slice(value.detach(), start, total) for key, value in sorted(self.rows.items())}
-        return {"rows": rows, "shared": self._shared()}
+        return self._with(self.head.slice_of)
 
-    def span(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[int, int]:
-        """Like `PartialFC.span`."""
-        if len(path) != 2 or path[0] != "rows":
-            raise ValueError(f"has no {'.'.join(map(str, path))}")
-        return self.head.span_of_rows(shape)
+    def _with(self, rows_of: Callable[[Tensor], Any]) -> dict[str, Any]:
+        shared = {k: v for k, v in self.optimizer.state[self.head.active].items() if k not in self.rows}
+        return {"rows": {key: rows_of(value) for key, value in sorted(self.rows.items())}, "shared": shared}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Like `PartialFC.load_state_dict`."""
@@ -346,11 +329,6 @@ def _reduce_scatter(tensor: Tensor, batch: int) -> Tensor:
     own = torch.empty_like(tensor[:batch])
     dist.reduce_scatter(own, list(tensor.split(batch)))
     return own
-
-
-def _all_reduce(tensor: Tensor, op: Any) -> None:
-    if several_ranks():
-        dist.all_reduce(tensor, op=op)
 
 
 _BLOCK = 4096

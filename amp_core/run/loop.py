@@ -188,11 +188,11 @@ class Loop:
             windows = observed.enter_context(self.feed.loading(self.samples))
             self.clock.start(self.samples)
             try:
-                yield from self._windows_of(windows, begin, end)
+                yield from self._windows_of(windows, end)
             except GaveUp as wait:
                 _stop_waiting(self, begin, end, wait)
 
-    def _windows_of(self, windows: Iterator[list[MicroBatch]], begin: int, end: int) -> Iterator[list[MicroBatch]]:
+    def _windows_of(self, windows: Iterator[list[MicroBatch]], end: int) -> Iterator[list[MicroBatch]]:
         if self.step == 0 and self.cfg.eval.at_start:
             _evaluate_at_start(self)
         if self.step >= end or self.owes_evaluation:  # stopped between a step and its evaluation
@@ -202,8 +202,6 @@ class Loop:
             with self.step_of(window) as dropped, around_window(self.observers, self.step + 1):
                 for _ in () if dropped else self.amp.passes():
                     yield window
-            if self.step == begin + 1:
-                self.checkpoint.prepare()
             if self.graph is not None and not self.graph.is_used and not (dropped or self._is_eager_step):
                 self.graph = None
                 name = self.cfg.recipe["name"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from amp_core.checkpoints.reading import must_find_checkpoint
+from amp_core.checkpoints.reading import find_checkpoint
 from amp_core.config.schema import scale_cap
 from amp_core.layouts.memory_model import traffic, weights_of
 from amp_core.lowp.islands import island_names
@@ -59,7 +59,7 @@ def dry_run(loop: Loop, count: Callable[[Any], Tensor] | None) -> Iterator[list[
     """Print the plan, and have the recipe compute a small window for the table of layers."""
     if loop.env.is_main:
         if (place := named_place(loop.cfg)) is not None:
-            must_find_checkpoint(Path(place))
+            find_checkpoint(Path(place))
         say("\n".join([*loop.env.job.notes, *repeats(loop), plan(loop), plan_in_detail(loop)]))
     yield from show_layers(loop, count)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amp_core.checkpoints.reading import Selection, must_find_checkpoint
+from amp_core.checkpoints.reading import Selection, find_checkpoint
 from amp_core.config.checks import lacks_data
 from amp_core.config.errors import ConfigError, Diverged, RunError
 from amp_core.config.files import open_file, remove
@@ -48,7 +48,7 @@ def with_data(cfg: Config) -> Config:
         return cfg
     if not is_table:
         _images_of(cfg.predict_on or "")
-    found = must_find_checkpoint(Path(cfg.origin or cfg.run_dir or ""), select=lambda *_: Selection(lambda entry: None))
+    found = find_checkpoint(Path(cfg.origin or cfg.run_dir or ""), select=lambda *_: Selection(lambda entry: None))
     if is_table:
         from amp_core.data.table import with_schema
 

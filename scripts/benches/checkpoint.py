@@ -2,11 +2,11 @@
 
 The state is that of AdamW: weights and two moments of a GPT. `one copy` is the time of copying all of it into tensors
 that are there and were written before: no way to go on training at once can take less on a CPU. In the background
-`save` returns when the state was copied, and a thread writes; the first save makes the copies' memory, unless `prepare`
-did. All take turns, in another order each round. `its CPU` is the CPU time of the stall alone, to that of the copy,
-which depends less on what else the machine does; `durable` is from the call until the checkpoint is safe on disk;
-`steps` the time of small training steps while the thread writes, to their time before and after. Times to disk depend
-on the disk (--folder). With --ranks the network is sharded over processes, also in a folder of shards.
+`save` returns when the state was copied, and a thread writes; the first save makes the copies' memory. All take turns,
+in another order each round. `its CPU` is the CPU time of the stall alone, to that of the copy, which depends less on
+what else the machine does; `durable` is from the call until the checkpoint is safe on disk; `steps` the time of small
+training steps while the thread writes, to their time before and after. Times to disk depend on the disk (--folder).
+With --ranks the network is sharded over processes, also in a folder of shards.
 """
 
 from __future__ import annotations
@@ -139,14 +139,6 @@ class Rank:
         self.note("durable", name, self.slowest(time.monotonic() - began))
         return stall
 
-    def first_save(self, name: str, way: dict[str, Any], prepared: bool) -> float:
-        checkpoint = self.checkpoint(name, way)
-        if prepared:
-            checkpoint.prepare()
-            if checkpoint._preparation is not None:  # on a rank that writes
-                checkpoint._preparation.result()  # training continues meanwhile
-        return self.save(name, checkpoint)
-
     def load(self, name: str, checkpoint: Checkpoint) -> None:
         began = time.monotonic()
         checkpoint.load()
@@ -192,9 +184,8 @@ def measure_rank(rank: int, num_ranks: int, size: int, rounds: int, device: str,
             kept[name] = one.checkpoint(name, way)
             one.save(name, kept[name])
             runners[name] = functools.partial(one.save, name, kept[name])
-        for prepared in (False, True):
-            name = f"{form}, background, {'first and prepared' if prepared else 'first'}"
-            runners[name] = functools.partial(one.first_save, name, way, prepared)
+        name = f"{form}, background, first"
+        runners[name] = lambda name=name, way=way: one.save(name, one.checkpoint(name, way))
     one.copy()
     for key in ("cpu", "durable"):
         one.found[key].clear()

@@ -32,7 +32,7 @@ from amp_core.vision import import_torchvision
 PACKAGES = "torch.optim schedulefree prodigyopt timm.optim torch_optimizer pytorch_optimizer bitsandbytes.optim torchao.optim muon".split()  # noqa: SIM905
 MODES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "o2": torch.float16, "bf16_pure": torch.bfloat16}
 LOW = ("o2", "bf16_pure")
-WRAPPERS = ("plain", "fused", "Lookahead", "ZeRO", "PostLocalSGD", "compiled", "subclass", "hook")
+WRAPPERS = ("plain", "fused", "Lookahead", "PostLocalSGD", "compiled", "subclass", "hook")
 GOOD = (True, False, True, True, True)
 SAVED = 3  # steps before the checkpoint
 SCALE = 1024.0
@@ -92,12 +92,7 @@ def maker(cls: type[Optimizer], wrapper: str) -> Make:
 
     def make(params: list[nn.Parameter]) -> Optimizer:
         wrappers = importlib.import_module("torch.distributed.optim")  # warns, of torch.jit
-        if wrapper == "ZeRO":
-            inner = plain(params)
-            settings = {key: inner.defaults[key] for key in ("lr", "fused") if inner.defaults.get(key)}
-            optimizer: Optimizer = wrappers.ZeroRedundancyOptimizer(inner.param_groups[0]["params"], cls, **settings)
-        else:
-            optimizer = plain(params)
+        optimizer = plain(params)
         if wrapper == "Lookahead":
             import_torchvision()
             optimizer = importlib.import_module("timm.optim").Lookahead(optimizer, k=2)
@@ -133,7 +128,6 @@ def by_hand(mode: str, make: Make, *, reloads: bool) -> list[Any]:
     pairs = [(side, low_of[id(side)]) for side in weights_in(optimizer)]  # in the order of the noise
     for step, _ in enumerate(GOOD):
         if step == SAVED and reloads:
-            getattr(optimizer, "consolidate_state_dict", lambda: None)()
             state, optimizer = optimizer.state_dict(), make(sides)
             optimizer.load_state_dict(state)
         with torch.autocast("cpu", dtype=MODES[mode] or torch.bfloat16, enabled=mode in ("bf16", "fp16")):

@@ -19,7 +19,7 @@ from test_recipes import arguments, run
 
 import train
 from amp_core import __version__
-from amp_core.checkpoints.reading import must_find_checkpoint
+from amp_core.checkpoints.reading import find_checkpoint
 from amp_core.config.errors import SaveError
 from amp_core.data import build_data
 from amp_core.models import build_model
@@ -71,7 +71,7 @@ def test_our_gpt_is_a_network_of_transformers_with_its_logits_and_a_tokenizer_of
     before = {path: path.read_bytes() for path in Path("a").rglob("*") if path.is_file()}
     assert export("hf") == 0 and export("safetensors") == 0
     assert before == {path: path.read_bytes() for path in before}
-    state = must_find_checkpoint(Path("a")).contents
+    state = find_checkpoint(Path("a")).contents
     own = build_model("gpt", LANGUAGE_MODELS, options=options, vocab_size=256, length=32).eval()
     own.load_state_dict(state["ema" if "ema.decay=0.5" in more else "model"])
     theirs, tokenizer = from_folder()
@@ -105,7 +105,7 @@ def test_a_fine_tuned_network_of_transformers_goes_back_with_adapters_merged_or_
         logits = merged(TOKENS).logits
         assert (logits - start(TOKENS).logits).abs().max() > 1e-3  # it was trained
         if adapter == "none":
-            state = must_find_checkpoint(Path("a")).contents["model"]
+            state = find_checkpoint(Path("a")).contents["model"]
             assert all(torch.equal(state[name], value) for name, value in merged.state_dict().items() if name in state)
             return
         assert export("peft") == 0
@@ -209,7 +209,7 @@ def test_a_graph_has_the_logits_of_the_averages_and_says_what_it_needs_without_t
     assert before == {path: path.read_bytes() for path in before}
     assert "compared: at most" in (said := capsys.readouterr().out) and "of the averages" in said
 
-    state = must_find_checkpoint(Path("a")).contents
+    state = find_checkpoint(Path("a")).contents
     own = build_model("cnn", CLASSIFIERS, options={"width": 8}, num_classes=6, image_shape=(3, 32, 32)).eval()
     images = torch.randn(9, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     np.save("images.npy", images.numpy())
@@ -272,7 +272,7 @@ def test_what_leaves_of_an_optimizer_with_an_average_of_its_own_is_what_was_eval
         == 0
     )
     assert f"loss {summary('a')['eval']['loss']:.4f}" in capsys.readouterr().out
-    state = must_find_checkpoint(Path("a")).contents["model"]
+    state = find_checkpoint(Path("a")).contents["model"]
     load = pytest.importorskip("safetensors.torch").load_file
     assert any(not torch.equal(state[name], value) for name, value in load("a/export/model.safetensors").items())
 

@@ -339,7 +339,8 @@ def test_where_nothing_can_be_written_the_error_is_clear_and_the_earlier_checkpo
         assert place is limited or os.statvfs(disk).f_bavail == before
     message = str(caught.value)
     assert caught.value.exit_code == 4 and str(disk / "c") in message and os.strerror(PLACES[place]) in message
-    assert "bytes needed" in message and "free" in message and "Earlier checkpoints are intact" in message
+    assert ("bytes needed" in message) == (place in (full, limited))  # others fail at the folder
+    assert "bytes free" in message and "Earlier checkpoints are intact" in message
     assert names(disk / "c") == ["step_00000001"] and read(disk / "c")["model"]["weight"].mean() == 1.0
     if place is limited:
         writer.save(2)

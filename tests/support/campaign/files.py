@@ -22,7 +22,7 @@ from running import differing
 from torch._utils import _rebuild_tensor_v2
 
 from amp_core.checkpoints import shards
-from amp_core.checkpoints.reading import read
+from amp_core.checkpoints.reading import find_checkpoint, read
 from amp_core.config.errors import CheckpointError
 from campaign import ROOT, Plan, Result
 from campaign.harness import TELLING, Child, arguments, checkpoints, first, run, start
@@ -73,7 +73,8 @@ def _damaged(plan: Plan, folder: Path, result: Result) -> None:
         result.counts[f"damaged checkpoints{' in shards' if is_sharded else ''}"] += len(broken)
         notes: list[str] = []
         try:
-            contents = read(folder, notes=notes)
+            taken = find_checkpoint(folder)
+            contents, notes = taken.contents, list(taken.notes)
         except CheckpointError as error:
             notes = [str(error)]
             result.expect(expected is None, case, f"{what}: refused although one is sound: {error}")
