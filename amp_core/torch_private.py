@@ -96,7 +96,6 @@ _ROWS = (
     ("torch._inductor.config", "random numbers of eager code", _NO_COMPILE),
     ("torch._inductor.cpp_builder.get_cpp_compiler", "whether there is a C++ compiler", "the first graph tells"),
     ("torch._inductor.exc.InvalidCxxCompiler", "whether there is a C++ compiler", "the first graph tells"),
-    ("torch._inductor.runtime.cache_dir_utils.cache_dir", "the folder of compiled code", "it is not named"),
     # Tools.
     ("torch.ops.aten._to_copy torch.ops.aten._local_scalar_dense", "scripts/bench.py counts", "scripts/bench.py fails"),
     ("torch._utils._rebuild_tensor_v2", "tests/support/campaign", "the campaign fails"),

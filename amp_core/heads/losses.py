@@ -43,7 +43,7 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device_type) if casts else hidden.dtype
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     with torch.autocast(device_type, enabled=False):
-        return _Loss.apply(rows, weight, bias, labels, chunk, ignore_index, dtype)  # type: ignore[return-value]
+        return _Loss.apply(rows, weight, bias, labels, (chunk, ignore_index, dtype))  # type: ignore[return-value]
 
 
 class LossHead(nn.Linear):
@@ -73,19 +73,13 @@ def give_loss(head: nn.Linear, chunk: int) -> None:
 
 
 class _Loss(torch.autograd.Function):
-    """The summed loss of rows [N, D] with labels [N]."""
+    """The summed loss of rows [N, D] with labels [N]; `how`: chunk, ignored label, dtype of the matmuls."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        chunk: int,
-        ignore_index: int,
-        dtype: torch.dtype,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, how: tuple[int, int, torch.dtype]
     ) -> Tensor:
+        chunk, ignore_index, dtype = how
         low, rows = weight.to(dtype), hidden.to(dtype)
         exact = torch.float64 if dtype is torch.float64 else torch.float32
         valid = labels != ignore_index
@@ -102,7 +96,7 @@ class _Loss(torch.autograd.Function):
             total += (sums - picked).where(valid[here], 0).sum()
             log_sums[here] = sums.where(valid[here], torch.inf)
         ctx.save_for_backward(rows, weight, bias, labels, log_sums)
-        ctx.chunk, ctx.dtypes = chunk, (dtype, exact, hidden.dtype, None if bias is None else bias.dtype)
+        ctx.chunk, ctx.dtypes = chunk, (dtype, exact, hidden.dtype)
         return total
 
     @staticmethod
@@ -112,7 +106,7 @@ class _Loss(torch.autograd.Function):
                 "a loss in chunks has no second derivative (create_graph=True); use recipe.loss_chunk=null"
             )
         rows, weight, bias, labels, log_sums = ctx.saved_tensors
-        dtype, exact, hidden_dtype, _ = ctx.dtypes
+        dtype, exact, hidden_dtype = ctx.dtypes
         (grad,) = grads
         with torch.autocast(rows.device.type, enabled=False):
             low = weight.to(dtype)
@@ -134,11 +128,7 @@ class _Loss(torch.autograd.Function):
                     to_rows[here] = slope @ low
                 if to_weight is not None:
                     _add_product(to_weight, slope.t(), rows[here])
-        if to_weight is not None:
-            to_weight = to_weight.to(weight.dtype)
-        if to_bias is not None:
-            to_bias = to_bias.to(ctx.dtypes[3])
-        return to_rows, to_weight, to_bias, None, None, None, None
+        return to_rows, to_weight, to_bias, None, None  # which autograd casts to the dtypes of the inputs
 
 
 def _logits(rows: Tensor, low: Tensor, bias: Tensor | None, exact: torch.dtype) -> Tensor:

@@ -1,8 +1,7 @@
 """Metrics of all predictions at once, in float64: the same for any number of ranks and any size of batches.
 
 `accuracy`, `balanced_accuracy`, `f1` and `auroc` are of classes, `mae`, `rmse` and `r2` of numbers. With several
-classes or labels `f1` and `auroc` are means over them. Any other name is a function of torchmetrics.functional, where
-that is installed.
+classes or labels `f1` and `auroc` are means over them. Other names are functions of torchmetrics, if it is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import html
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,9 +60,11 @@ def metrics_of(names: Sequence[str], outputs: Tensor, targets: Tensor, *, is_cla
             hits = outputs.argmax(1) == targets if targets.ndim == 1 else told == truth
             found[name] = hits.double().mean().item()
         elif name == "balanced_accuracy":
-            recalls = [truth_told(one, other) for one, other in zip(truth.T, told.T, strict=True)]
-            num = 2 if truth.shape[1] == 1 or targets.ndim > 1 else 1
-            found[name] = _mean(name, [rate for pair in recalls for rate in pair[:num] if rate is not None])
+            # The share of the positives that are told so; of a single class or label that of the negatives, too.
+            is_single = truth.shape[1] == 1 or targets.ndim > 1
+            sides = [(truth, told), (1 - truth, 1 - told)] if is_single else [(truth, told)]
+            recalls = torch.stack([(one * other).sum(0).double() / one.sum(0) for one, other in sides], dim=1)
+            found[name] = _mean(name, recalls[~recalls.isnan()].tolist())  # NaN: there are none of these
         elif name == "f1":
             hits = (truth * told).sum(0).double()
             sizes = (truth + told).sum(0).double()
@@ -73,7 +74,6 @@ def metrics_of(names: Sequence[str], outputs: Tensor, targets: Tensor, *, is_cla
             found[name] = _mean(name, [each for each in areas if each is not None])
         else:
             function = _of_torchmetrics(name)
-            assert function is not None, "check_metrics was not asked"
             if truth.shape[1] == 1:
                 found[name] = float(function(scores[:, 0], truth[:, 0], task="binary"))
             elif targets.ndim == 1:
@@ -81,12 +81,6 @@ def metrics_of(names: Sequence[str], outputs: Tensor, targets: Tensor, *, is_cla
             else:
                 found[name] = float(function(scores, truth, task="multilabel", num_labels=truth.shape[1]))
     return found
-
-
-def truth_told(truth: Tensor, told: Tensor) -> tuple[float | None, float | None]:
-    """(share of the positives that are told so, of the negatives), None without any."""
-    rates = [(told[truth == which] == which).double().mean() if (truth == which).any() else None for which in (1, 0)]
-    return tuple(None if rate is None else rate.item() for rate in rates)  # type: ignore[return-value]
 
 
 def area(truth: Tensor, scores: Tensor) -> float | None:
@@ -118,12 +112,11 @@ def _numeric(name: str, outputs: Tensor, targets: Tensor) -> float:
         if not (spread > 0).all():
             raise ConfigError("recipe.metrics: r2 is not defined: a target is the same in all of the evaluation data")
         return (1 - errors.square().sum(0) / spread).mean().item()
-    function = _of_torchmetrics(name)
-    assert function is not None, "check_metrics was not asked"
-    return float(function(outputs, targets))
+    return float(_of_torchmetrics(name)(outputs, targets))
 
 
-def _of_torchmetrics(name: str) -> Callable[..., Any] | None:
+def _of_torchmetrics(name: str) -> Any:
+    """The function, or None, which `check_metrics` refuses."""
     if importlib.util.find_spec("torchmetrics") is None:
         return None
     if importlib.util.find_spec("torchvision") is not None:

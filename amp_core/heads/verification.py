@@ -1,8 +1,7 @@
 """Verification of embeddings on unseen identities: pairs of images, same or different.
 
 The protocol is that of Labeled Faces in the Wild (Huang et al. 2007): the cosine threshold is chosen on nine tenths of
-the pairs and evaluated on the last. True accept rates at a false accept rate are those of IJB-A (Klare et al.
-2015).
+the pairs and evaluated on the last. True accept rates at a false accept rate are those of IJB-A (Klare et al. 2015).
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ def verify(embeddings: Tensor, labels: Tensor, *, scale: float) -> dict[str, flo
 
     Returns:
         accuracy: ten-fold accuracy of "same or different?" over equally many pairs of each. tar_at_far_1e-2, ...: share
-            of same pairs accepted at the threshold where at most that share of different pairs is accepted. Omitted if
-            there are too few pairs.
+            of same pairs accepted where at most that share of different ones is. Omitted if there are too few pairs.
         loss: mean cross-entropy of an image among the mean embeddings of all identities, its own mean without it.
-        rank1: share of images nearest to their own identity's mean.
-
-        A non-finite embedding counts as the zero vector.
+        rank1: share of images nearest to their own identity's mean. A non-finite embedding counts as the zero vector.
     """
     embeddings = F.normalize(torch.nan_to_num(embeddings.float(), nan=0.0, posinf=0.0, neginf=0.0))
     loss, rank1 = _identify(embeddings, labels, scale)

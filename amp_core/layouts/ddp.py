@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_core.config.errors import ConfigError
+from amp_core.layouts.zero import sendable
 from amp_core.lowp.islands import carry_autocast
 from amp_core.step.amp import Amp
 from amp_core.tensors import all_gather
@@ -27,10 +27,8 @@ class _State:
     reduction: Reduction
     weight: nn.Parameter
     is_held: bool = False
-    summed_at: tuple[int, int] | None = None
-    """`moment` at which the gradients were summed over ranks; None: they are not."""
-    is_second: bool = False
-    """The next reduction would sum gradients that are sums over ranks already."""
+    summed_at: tuple[int, int] | None = None  # `moment` of the sum over ranks that the gradients are; None: of none
+    is_second: bool = False  # the next reduction would sum gradients that are sums over ranks already
 
     @property
     def moment(self) -> tuple[int, int]:
@@ -90,8 +88,7 @@ def wrap_ddp(
     """DistributedDataParallel whose reduction *sums* gradients over ranks.
 
     Micro-batch weights already sum to 1 over all ranks; a mean would divide twice. With accumulation each forward pass
-    must be inside `sync_grads`: a second reduction in a window would sum sums, so its backward pass raises
-    RuntimeError.
+    must be inside `sync_grads`: a second reduction in a window would sum sums; its backward pass raises RuntimeError.
 
     Args:
         device: of the network; None for one on several devices that moves its own inputs.
@@ -103,13 +100,9 @@ def wrap_ddp(
         bucket_mb: MiB of gradients per all-reduce; None: torch's default.
         compress: send bfloat16, half the bytes. Sums are fp32, rounded once: summed in bfloat16, 512 times 1/512 is
             0.5. There is no float16: a gradient of 3 overflows at a loss scale of 65536.
-
-    ConfigError: the process group cannot send bfloat16.
     """
     options: dict[str, Any] = {} if bucket_mb is None else {"bucket_cap_mb": bucket_mb}
     options["device_ids"] = [device] if device is not None and device.type == "cuda" else None
-    if compress:
-        _require_bfloat16(next(net.parameters()).device)
     ddp = _Ddp(net, _sum_compressed if compress else _sum, static_graph=static_graph, **options)
     # Build the buckets now, in parameter order; it happens only once. torch has no public name for it.
     names = ("torch.distributed.Reducer._push_all_rebuilt_params", "torch.distributed.Reducer._rebuild_buckets")
@@ -153,30 +146,18 @@ def _sum_compressed(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tenso
     sent[: buffer.numel()].copy_(buffer)
     received = torch.empty_like(sent)
 
-    def add(received: torch.Tensor) -> torch.Tensor:
+    def add() -> torch.Tensor:
         mine = received.view(num_ranks, share).sum(0, dtype=torch.float32).bfloat16()
         sums = torch.empty_like(received)
-        work: Any = all_gather(sums, mine, async_op=True)
+        work: Any = all_gather(sendable(sums), sendable(mine), async_op=True)
         work.get_future().wait()  # on a GPU the stream waits, not the host
         return buffer.copy_(sums[: buffer.numel()])
 
-    work: Any = dist.all_to_all_single(received, sent, async_op=True)
+    work: Any = dist.all_to_all_single(sendable(received), sendable(sent), async_op=True)
     if buffer.is_cuda:
-        return work.get_future().then(lambda future: add(future.value()[0]))
+        return work.get_future().then(lambda _: add())
     work.wait()  # gloo runs callbacks in threads, which could start the second halves of two buckets in any order
-    return _done(add(received))
-
-
-def _require_bfloat16(device: torch.device) -> None:
-    probe = torch.zeros(dist.get_world_size(), dtype=torch.bfloat16, device=device)
-    try:
-        dist.all_to_all_single(torch.empty_like(probe), probe)
-        all_gather(torch.empty_like(probe), probe[:1])
-    except (RuntimeError, ValueError) as problem:
-        raise ConfigError(
-            f"layout.compress=bf16: {dist.get_backend()} cannot send bfloat16 in torch {torch.__version__} "
-            f"({str(problem).splitlines()[0]}); use layout.compress=null"
-        ) from problem
+    return _done(add())
 
 
 class ReplicaParallel(nn.DataParallel):

@@ -6,8 +6,7 @@ gathered from all ranks, in one of two groups:
 - Weights that autocast casts, those of linear layers and convolutions, are cast shard by shard and gathered in 16 bits:
   half the bytes. Autocast would make the same 16-bit values after an fp32 gather, and then cache them from the forward
   to the backward pass, which sharding is meant to avoid; gathered ones are freed in between.
-- All other weights are gathered in fp32: norms and embeddings, which autocast does not cast; islands; and weights of
-  other kinds of modules.
+- All other weights are gathered in fp32: norms and embeddings, which autocast does not cast, islands, and any others.
 
 So a network computes the same as in one process, and `amp.autocast` still sets the mode.
 """
@@ -147,20 +146,15 @@ def _shard(
 def _close_groups(net: nn.Module, inputs: Any, output: Any) -> None:
     """Free gathered weights of groups with a module that did not run, such as a training-only head.
 
-    Before torch 2.13 only the next backward pass does so. An evaluation has none: the weights would stay gathered, and
-    miss later steps and EMA updates.
+    Before torch 2.13 only the next backward pass does so. Without one the weights would miss later steps and averages.
     """
     from torch.distributed.fsdp import FSDPModule
 
     state_of = find("torch.distributed.fsdp.FSDPModule._get_fsdp_state", lambda module: None)
     for module in () if torch.is_grad_enabled() else net.modules():
         if isinstance(module, FSDPModule):
-            pending = getattr(state_of(module), "_modules_to_run_forward", None)
-            if pending is None:  # unknown in this torch
-                module.reshard()
-            elif pending:
-                pending.clear()
-                module.reshard()
+            getattr(state_of(module), "_modules_to_run_forward", set()).clear()  # else it waits for the rest of them
+            module.reshard()  # does nothing where a forward pass has freed them already
 
 
 def cast_whole(net: nn.Module, *, also: bool = False) -> dict[nn.Module, str]:

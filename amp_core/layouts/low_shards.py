@@ -36,10 +36,8 @@ class LowShard(Tensor):
     """
 
     low: Tensor
-    rest: Tensor | None
-    """What `low` lacks, of its size (remainder)."""
-    high: list[Tensor]
-    """The tensor that is stepped; empty between steps. A list, since the aliases that a DTensor makes share it."""
+    rest: Tensor | None  # what `low` lacks, of its size (remainder)
+    high: list[Tensor]  # what is stepped; empty between steps. A list, since the aliases that a DTensor makes share it
 
     @staticmethod
     def __new__(cls, low: Tensor, rest: Tensor | None = None, high: list[Tensor] | None = None) -> LowShard:
@@ -171,12 +169,6 @@ def shard_of(param: Any) -> LowShard | None:
     """What this rank holds of a weight in 16 bits; None: it is held in another way."""
     (mine,) = local([param])
     return mine if isinstance(mine, LowShard) else None
-
-
-def is_held_low(param: Any) -> bool:
-    """Whether this rank holds a weight in 16 bits."""
-    shard = shard_of(param)
-    return shard is not None and shard.low.dtype is not torch.float32
 
 
 class ShardedLowWeights(LowPrecisionWeights):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from amp_core.config.schema import AmpConfig
 from amp_core.layouts.fsdp import cast_whole
-from amp_core.layouts.low_shards import is_held_low
+from amp_core.layouts.low_shards import shard_of
 from amp_core.layouts.zero import bucket_size, is_shared
 from amp_core.lowp.masters import is_low, master_params
 from amp_core.lowp.weights import low_weights
@@ -31,8 +31,7 @@ from amp_core.step.fused import bare_step
 from amp_core.tensors import HALF, blocks, is_sharded, plans, shard_group, unwrap
 from amp_core.torch_private import base_of, storage_of
 
-FP32, LOW = 4, 2
-"""Bytes."""
+FP32, LOW = 4, 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,14 @@ class Weight:
     """One weight, and what decides how many bytes a rank holds and sends for it."""
 
     shape: tuple[int, ...]
-    low: bool = False
-    """Stored in 16 bits."""
-    itemsize: int = FP32
-    """Bytes of a stored element that is not `low`: 1 for a base in 8 bits, and for a pair of 4-bit numbers."""
-    cast: bool = False
-    """Autocast casts it, so that sharded layouts gather it in 16 bits."""
-    group: int = 0
-    """Weights of one group are gathered together."""
-    moments: float | None = 2.0
-    """Optimizer state per element, in fp32 elements; None: not trained."""
+    low: bool = False  # stored in 16 bits
+    itemsize: int = FP32  # bytes of a stored element that is not `low`: 1 in 8 bits, and for a pair of 4-bit numbers
+    cast: bool = False  # autocast casts it, so that sharded layouts gather it in 16 bits
+    group: int = 0  # weights of one group are gathered together
+    moments: float | None = 2.0  # optimizer state per element, in fp32 elements; None: not trained
     averaged: bool = False
-    parts: int = 1
-    """Number of ranks over which it is sharded."""
-    slices: int = 1
-    """Number of ranks over which only its optimizer state is sharded."""
+    parts: int = 1  # number of ranks over which it is sharded
+    slices: int = 1  # number of ranks over which only its optimizer state is sharded
 
     @property
     def numel(self) -> int:
@@ -79,12 +71,9 @@ class Memory:
     gradients: int = 0
     moments: int = 0
     averages: int = 0
-    copies: int = 0
-    """16-bit weights cached from the forward to the backward pass."""
-    gathered: int = 0
-    """The largest gathered block of sharded weights."""
-    unreduced: int = 0
-    """Unsharded gradients of sharded weights, kept until the last micro-batch of a window."""
+    copies: int = 0  # 16-bit weights cached from the forward to the backward pass
+    gathered: int = 0  # the largest gathered block of sharded weights
+    unreduced: int = 0  # unsharded gradients of sharded weights, kept until the last micro-batch of a window
 
     @property
     def total(self) -> int:
@@ -112,7 +101,7 @@ def weights_of(net: nn.Module, amp: AmpConfig) -> list[Weight]:
     return [
         Weight(
             shape=tuple(param.shape),
-            low=is_low(live) or is_held_low(live) or live.dtype in HALF,
+            low=is_low(live) or (live if (shard := shard_of(live)) is None else shard.low).dtype in HALF,
             itemsize=live.element_size(),
             cast=param in whole and live.is_floating_point(),
             group=2 * group_of.get(param, 0) + (param in whole),
@@ -150,19 +139,15 @@ def memory(weights: Sequence[Weight], amp: AmpConfig, *, accumulation: int = 1) 
 class Collective:
     """One kind of communication in a step."""
 
-    kind: str
-    """all_reduce, all_gather, reduce_scatter or all_to_all."""
+    kind: str  # all_reduce, all_gather, reduce_scatter or all_to_all
     num_ranks: int
-    """Number of ranks that take part."""
-    payload: int
-    """Bytes of the full tensors, over all calls of a step."""
+    payload: int  # bytes of the full tensors, over all calls of a step
     calls: int
 
     @property
     def sent(self) -> float:
         """Bytes that a rank sends in ring and pairwise algorithms."""
-        # In a ring a rank passes on all parts of the payload but one. An all-reduce is a reduce-scatter and an
-        # all-gather.
+        # In a ring a rank passes on all parts but one. An all-reduce is a reduce-scatter and an all-gather.
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * self.payload * (self.num_ranks - 1) / self.num_ranks
 
@@ -213,14 +198,13 @@ def traffic(
 
 
 class Saved:
-    """Bytes that autograd saves for backward passes. Each storage counts once, weights do not."""
+    """Bytes that autograd saves for backward passes, at their peak. Each storage counts once, weights do not."""
 
     def __init__(self, weights: Iterable[Tensor], recast: Recast | None = None) -> None:
         self._weights = {storage_of(weight) for weight in weights}
         self._recast = recast
         self._uses = Counter[int]()
-        self._live = Counter[tuple[str, bool]]()
-        self._most = Counter[tuple[str, bool]]()
+        self._live, self._most = Counter[bool](), Counter[bool]()  # bytes by `_Kept.is_copy`
 
     def pack(self, tensor: Tensor) -> Any:
         kept = tensor if self._recast is None else self._recast.pack(tensor)
@@ -228,8 +212,7 @@ class Saved:
         if kept is not tensor or memory in self._weights:
             return kept
         weight = cast_weight(tensor if base_of(tensor) is None else base_of(tensor))
-        is_copy = weight is not None and storage_of(weight) in self._weights  # cast by autocast
-        return _Kept(self, tensor, memory, (str(tensor.dtype).removeprefix("torch."), is_copy))
+        return _Kept(self, tensor, memory, weight is not None and storage_of(weight) in self._weights)
 
     def unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, _Kept):
@@ -240,42 +223,36 @@ class Saved:
         # Several nodes may save one storage: it lives until the last of them lets go.
         self._uses[kept.memory] += 1
         if self._uses[kept.memory] == 1:
-            self._live[kept.kind] += kept.num_bytes
+            self._live[kept.is_copy] += kept.num_bytes
             if self._live.total() > self.total:
                 self._most = self._live.copy()
 
     def remove(self, kept: _Kept) -> None:
         self._uses[kept.memory] -= 1
         if not self._uses[kept.memory]:
-            self._live[kept.kind] -= kept.num_bytes
+            self._live[kept.is_copy] -= kept.num_bytes
 
     @property
     def total(self) -> int:
-        """Bytes at the peak, as in the properties below."""
         return self._most.total()
 
     @property
     def activations(self) -> int:
-        return sum(self.by_dtype.values())
+        return self._most[False]
 
     @property
     def copies(self) -> int:
         """Autocast's copies of weights."""
-        return self.total - self.activations
-
-    @property
-    def by_dtype(self) -> dict[str, int]:
-        """Activations by dtype: `float32`, `bfloat16`, ..."""
-        return {dtype: num_bytes for (dtype, is_copy), num_bytes in self._most.items() if not is_copy}
+        return self._most[True]
 
 
 class _Kept:
     """A saved tensor, alive while a graph holds it."""
 
-    __slots__ = ("kind", "memory", "num_bytes", "saved", "tensor")
+    __slots__ = ("is_copy", "memory", "num_bytes", "saved", "tensor")
 
-    def __init__(self, saved: Saved, tensor: Tensor, memory: int, kind: tuple[str, bool]) -> None:
-        self.saved, self.tensor, self.memory, self.kind = saved, tensor, memory, kind
+    def __init__(self, saved: Saved, tensor: Tensor, memory: int, is_copy: bool) -> None:
+        self.saved, self.tensor, self.memory, self.is_copy = saved, tensor, memory, is_copy
         self.num_bytes = tensor.untyped_storage().nbytes()
         saved.add(self)
 

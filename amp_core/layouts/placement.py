@@ -110,12 +110,10 @@ class Placement:
         return Compiler(self._cfg.perf.backend, any_shape=self._cfg.perf.dynamic)
 
     def _compile(self, net: nn.Module) -> str:
-        from amp_core.memory.compiled import cache_folder, compile_parts
+        from amp_core.memory.compiled import compile_parts
 
         num_parts = compile_parts(net, self.compiler, whole=self._cfg.perf.compile == "network")
-        said = f"{num_parts} part(s) of {type(net).__name__} are compiled by {self._cfg.perf.backend}"
-        kept = f", kept for other runs in {cache_folder()} (TORCHINDUCTOR_CACHE_DIR)"
-        return said + (kept if self._cfg.perf.backend == "inductor" else "")
+        return f"{num_parts} part(s) of {type(net).__name__} are compiled by {self._cfg.perf.backend}"
 
     def _recompute(self, net: nn.Module) -> None:
         from amp_core.memory.recompute import recompute_blocks

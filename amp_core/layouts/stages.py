@@ -4,8 +4,7 @@
 
 Autocast is entered inside `forward`, by each stage in its thread: autocast is thread-local, and a new thread starts
 without it. Plain model parallelism leaves all devices but one idle; with `threads` a micro-batch is split into chunks,
-and a stage computes one chunk while the stage before computes the next (Huang et al., "GPipe",
-arXiv:1811.06965).
+and a stage computes one chunk while the stage before computes the next (Huang et al., "GPipe", arXiv:1811.06965).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +66,7 @@ class Stages(nn.Module):
         if len(layers) < len(devices):
             raise ValueError(f"{len(layers)} layers cannot be split into {len(devices)} stages")
         names = list(layers)
-        self.stages = [names[start:end] for start, end in cuts(costs, len(devices))]
-        """The names of each stage's layers."""
+        self.stages = [names[start:end] for start, end in cuts(costs, len(devices))]  # of the layers of each
         drawing = [i for i, stage in enumerate(self.stages) if any(_draws(layers[name]) for name in stage)]
         if threads and len({self.devices[i] for i in drawing}) < len(drawing):
             raise ValueError(
@@ -92,24 +91,18 @@ class Stages(nn.Module):
         return torch.cat([output.to(self.devices[0], non_blocking=True) for output in outputs])
 
     def _threaded(self, chunks: Sequence[Tensor]) -> list[Tensor]:
-        """One thread per stage but the first, which runs here. A thread takes its chunks in order."""
         grad = torch.is_grad_enabled()  # thread-local, like autocast
 
-        def follow(stage: int, before: Future[Tensor]) -> Tensor:
+        def follow(stage: int, before: Tensor | Future[Tensor]) -> Tensor:
             with torch.set_grad_enabled(grad):
-                return self._compute(before.result(), stage)
+                return self._compute(before.result() if isinstance(before, Future) else before, stage)
 
         with contextlib.ExitStack() as stack:
-            # One thread each takes its chunks in the order of submission, which fixes the order of random numbers and
-            # sums.
-            pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in self.stages[1:]]
-            outputs = []
-            for chunk in chunks:
-                output: Future[Tensor] = Future()
-                output.set_result(self._compute(chunk, 0))
-                for stage, pool in enumerate(pools, 1):
-                    output = pool.submit(follow, stage, output)
-                outputs.append(output)
+            # One thread per stage takes its chunks in this order, which fixes that of random numbers and sums.
+            pools = [stack.enter_context(ThreadPoolExecutor(1)) for _ in self.stages]
+            outputs: list[Any] = list(chunks)
+            for stage, pool in enumerate(pools):
+                outputs = [pool.submit(follow, stage, output) for output in outputs]
             return [output.result() for output in outputs]
 
     def _compute(self, x: Tensor, stage: int) -> Tensor:

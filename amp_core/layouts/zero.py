@@ -19,8 +19,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,12 +36,10 @@ from amp_core.torch_private import foreach_copy_
 _ALIGN = 64  # elements
 
 
-@dataclass(frozen=True)
-class _Slice:
+class _Slice(NamedTuple):
     """A range of a weight's elements, in memory order."""
 
-    number: int
-    """Index of the weight among the sharded ones, in the optimizer's order."""
+    number: int  # of the weight among the sharded ones, in the optimizer's order
     start: int
     end: int
 
@@ -57,8 +54,7 @@ class _Cut:
         for number, param in enumerate(params):
             start, size = 0, param.numel()
             while start < size:
-                # The end of this rank's slice, in elements of this weight: from the total, so that rounding does not
-                # accumulate over ranks.
+                # The end of this rank's slice in this weight: from the total, so that roundings do not add up.
                 room = total * (rank + 1) // num_ranks - done
                 end = min(start + -(-max(room, 0) // _ALIGN) * _ALIGN, size) if room < size - start else size
                 if between:  # a matrix goes to the rank with room for half of it: none is off its share by more
@@ -71,8 +67,7 @@ class _Cut:
                     rank += 1
 
 
-_shared = WeakTensorKeyDictionary()
-"""Weights whose optimizer state is sharded -> their strides during a step."""
+_shared = WeakTensorKeyDictionary()  # weights whose optimizer state is sharded -> their strides during a step
 _cuts: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Cut] = weakref.WeakKeyDictionary()
 
 
@@ -166,40 +161,36 @@ def on_slices(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _gather(params: Sequence[Tensor | None], slices: Sequence[Sequence[_Slice]]) -> None:
     """All-gather each rank's slices of the weights, some megabytes at a time, one dtype after the other."""
+    rank, num_ranks = dist.get_rank(), len(slices)
     for dtype in dict.fromkeys(param.dtype for param in params if param is not None):
         streams = [
             [
-                _sendable(flat(param)[piece.start : piece.end])
+                sendable(flat(param)[piece.start : piece.end])
                 for piece in held
                 if (param := params[piece.number]) is not None and param.dtype is dtype
             ]
             for held in slices
         ]
-        _gather_streams(streams)
+        some = next(part for stream in streams for part in stream)
+        length = max(sum(map(Tensor.numel, stream)) for stream in streams)
+        for start in range(0, length, size := bucket_size(num_ranks) // num_ranks):
+            pieces = [list(_window(stream, start, start + size)) for stream in streams]
+            sizes = [list(map(Tensor.numel, parts)) for parts in pieces]
+            # all_gather takes one size: the shorter ones are padded.
+            width = max(map(sum, sizes))
+            sent = some.new_zeros(width)
+            if sizes[rank]:
+                foreach_copy_(list(sent[: sum(sizes[rank])].split(sizes[rank])), pieces[rank])
+            received = sent.new_empty(num_ranks * width)
+            all_gather(received, sent)
+            for other, parts in enumerate(pieces):
+                if other != rank and parts:  # what this rank sent is in its weights already
+                    foreach_copy_(parts, list(received[other * width :][: sum(sizes[other])].split(sizes[other])))
 
 
-def _sendable(tensor: Tensor) -> Tensor:
+def sendable(tensor: Tensor) -> Tensor:
     """A flat tensor viewed as a dtype that every backend sends; not all send 16-bit and complex numbers."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.view(torch.uint8)
-
-
-def _gather_streams(streams: Sequence[Sequence[Tensor]]) -> None:
-    """All-gather flat tensors of one dtype: those of each rank in turn."""
-    rank, num_ranks = dist.get_rank(), len(streams)
-    some = next(part for stream in streams for part in stream)
-    length = max(sum(map(Tensor.numel, stream)) for stream in streams)
-    for start in range(0, length, size := bucket_size(num_ranks) // num_ranks):
-        pieces = [list(_window(stream, start, start + size)) for stream in streams]
-        sizes = [list(map(Tensor.numel, parts)) for parts in pieces]
-        # all_gather takes one size: the shorter ones are padded.
-        width = max(map(sum, sizes))
-        sent = some.new_zeros(width)
-        foreach_copy_(list(sent[: sum(sizes[rank])].split(sizes[rank])), pieces[rank]) if sizes[rank] else None
-        received = sent.new_empty(num_ranks * width)
-        all_gather(received, sent)
-        for other, parts in enumerate(pieces):
-            if other != rank and parts:  # what this rank sent is in its weights already
-                foreach_copy_(parts, list(received[other * width :][: sum(sizes[other])].split(sizes[other])))
 
 
 def _window(stream: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
@@ -215,46 +206,30 @@ def _window(stream: Sequence[Tensor], start: int, end: int) -> Iterator[Tensor]:
 
 
 def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[str, Any]:
-    """`optimizer.state_dict()` as in one process, sharded tensors gathered in host memory. Collective.
+    """`optimizer.state_dict()` as in one process, sharded states gathered in host memory. Collective.
 
-    Without `keep`, on ranks that need no result, sharded tensors are replaced by None.
+    Without `keep`, on ranks that need no result, sharded states are left out.
     """
     cut, state = _cut_of(optimizer), optimizer.state_dict()
     if cut is None:
         return state
     number_of = {param: number for number, param in enumerate(weights_of(optimizer))}
-    shared = [number_of[param] for param in cut.params]
-    mine: dict[tuple[int, int], dict[str, Any]] = {}
-    for piece in cut.slices[dist.get_rank()]:
-        entry = state["state"].get(shared[piece.number])
-        if entry is not None:
-            own = mine[piece.number, piece.start] = dict(entry)
-            for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    # On meta it stands for what its owner will send.
-                    own[key] = value.to("meta") if value.ndim else value.detach().cpu().clone()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    entries: dict[int, dict[str, Any]] = {n: e for n, e in state["state"].items() if n not in set(shared)}
-    for owner, (pieces, described) in enumerate(zip(cut.slices, found, strict=True)):
+    shared = {number_of[param] for param in cut.params}
+    entries: dict[int, dict[str, Any]] = {n: e for n, e in state["state"].items() if n not in shared}
+    for owner, pieces in enumerate(cut.slices):
         for piece in pieces:
-            param, number = cut.params[piece.number], shared[piece.number]
-            for key, value in described.get((piece.number, piece.start), {}).items():
-                if isinstance(value, Tensor) and value.is_meta:
-                    sent = value.new_empty(value.shape, device=param.device)
-                    if owner == dist.get_rank():
-                        sent.copy_(state["state"][number][key])
-                    # One at a time, in the same order on all ranks: nobody holds more than one besides what it keeps.
-                    dist.broadcast(_sendable(sent.view(-1)), owner)
-                    if not keep:
-                        value = None
-                    elif piece.end - piece.start == param.numel():
-                        value = sent.cpu()
-                    else:
-                        value = entries.get(number, {}).get(key)
-                        if value is None:
-                            value = _empty(param, dtype=sent.dtype)
-                        flat(value)[piece.start : piece.end] = sent.cpu()
+            param = cut.params[piece.number]
+            number = number_of[param]
+            own = state["state"].get(number) if owner == dist.get_rank() else None
+            sent = [own and {k: v.to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in own.items()}]
+            # One at a time, in the same order on all ranks: nobody holds more than one besides what it keeps.
+            dist.broadcast_object_list(sent, owner)
+            for key, value in (sent[0] or {}).items() if keep else ():
+                if isinstance(value, Tensor) and value.ndim and piece.end - piece.start < param.numel():
+                    whole = entries.get(number, {}).get(key)
+                    whole = _empty(param, dtype=value.dtype) if whole is None else whole
+                    flat(whole)[piece.start : piece.end] = value
+                    value = whole
                 entries.setdefault(number, {})[key] = value
     return {**state, "state": dict(sorted(entries.items()))}
 

@@ -193,11 +193,6 @@ def eagerly() -> contextlib.AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager")  # type: ignore[return-value]
 
 
-def cache_folder() -> str:
-    """The folder of inductor's cache, shared by runs."""
-    return find("torch._inductor.runtime.cache_dir_utils.cache_dir", lambda: "torch's own folder")()
-
-
 def missing_compiler(backend: str, device_type: str) -> str | None:
     """Why inductor cannot compile for a device on this machine, or None. Starts no process."""
     if backend != "inductor":

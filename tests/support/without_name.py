@@ -274,14 +274,13 @@ def graph() -> Any:
 
 
 def compiled() -> Any:
-    from amp_core.memory.compiled import Compiler, allow_graphs, cache_folder, compile_parts, missing_compiler
+    from amp_core.memory.compiled import Compiler, allow_graphs, compile_parts, missing_compiler
 
     net, compiler = network(), Compiler("aot_eager")
     compile_parts(net, compiler)
     with allow_graphs():
         net(next(batches())).sum().backward()
     assert compiler.num_graphs == 1
-    assert cache_folder()
     missing_compiler("inductor", "cpu")
     return [p.grad for p in net.parameters()]
 

@@ -86,4 +86,4 @@ def test_gpt2_keeps_less_than_half_of_what_it_keeps_in_fp32() -> None:
     assert recast < 0.45 * plain < chunks
     sizes = {"depth": 1, "vocab_size": 600, "length": 64}
     fake, real = (activations.kept("gpt2", "bf16", "chunks", 1, fake=fake, **sizes) for fake in (True, False))
-    assert fake.by_dtype == real.by_dtype and fake.copies == real.copies
+    assert fake.activations == real.activations and fake.copies == real.copies
