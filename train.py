@@ -42,7 +42,6 @@ from amp_core.cli.help import help_text
 from amp_core.cli.job import job_of, prepare, read
 from amp_core.cli.sweep import end_with_parent, run_job, sweep
 from amp_core.config.job import Job
-from amp_core.config.redact import mask_what_python_prints
 from amp_core.run.terminal import complain, say
 from recipes import find, run
 
@@ -104,5 +103,4 @@ def _begin() -> None:
 
 
 if __name__ == "__main__":
-    mask_what_python_prints()
     sys.exit(main(sys.argv[1:]))

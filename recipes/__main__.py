@@ -15,7 +15,6 @@ if __name__ == "__main__":
         sys.exit(2)
     gc.disable()  # collections look again and again at all that was imported so far
 
-from amp_core.config.redact import mask_what_python_prints
 from amp_core.run.launch import work
 from recipes import run
 
@@ -23,7 +22,6 @@ from recipes import run
 def main() -> None:
     gc.freeze()
     gc.enable()
-    mask_what_python_prints()
     code = work(Path(sys.argv[1]), run)
     sys.stdout.flush()
     sys.stderr.flush()

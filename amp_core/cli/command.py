@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from amp_core.config.errors import RunError
-from amp_core.config.redact import redact_typed, shown
+from amp_core.config.redact import shown
 from amp_core.run.terminal import complain
 
 MOST_LINES, LONGEST = 40, 8192
@@ -72,7 +72,7 @@ def answering(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
 def say_error(refused: RunError) -> None:
     """Print each problem on its own line, on one rank only."""
     if problems := getattr(refused, "problems", str(refused).splitlines()):
-        lines = [shown(redact_typed(problem)) for problem in problems[:MOST_LINES]]
+        lines = [shown(problem) for problem in problems[:MOST_LINES]]
         lines = [line if len(line) < LONGEST else f"{line[:LONGEST]}..." for line in lines]
         if more := problems[MOST_LINES:]:
             lines.append(f"and {len(more)} more")

@@ -15,9 +15,9 @@ from amp_core.cli.command import LONGEST, program, say_error
 from amp_core.cli.compose import check_config_dirs, compose, note_on_run, use_config_dir
 from amp_core.cli.overrides import check_overrides
 from amp_core.cli.run_folders import check_run_dir, choose_run_dir
-from amp_core.cli.words import MEANT
 from amp_core.config.errors import ConfigError
 from amp_core.config.job import Job
+from amp_core.config.parse import IN_WORDS
 from amp_core.config.processes import launched
 from amp_core.config.rules import key_of, validate, warnings_of
 from amp_core.run.terminal import say
@@ -69,7 +69,7 @@ def _without_dashes(key: str, value: str | None, arguments: list[str], find: Fin
         flags = [text.lstrip("-").replace("-", "_") for text in arguments]
         after = arguments[flags.index(key) + 1 :][:1] if key in flags else []
         value = after[0] if after and not re.match(r"-|[\w.+~/@]+=", after[0]) else "true"
-    value = MEANT.get(key, {}).get(value, value)
+    value = IN_WORDS.get(key, {}).get(value, value)
     _, problems = sound_form([f"{key}={value}"], find, multirun=True)
     said = re.search(r"Did you mean (.*?)\?", problems[0]) if problems else None
     if problems and said is None:

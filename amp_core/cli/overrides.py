@@ -19,20 +19,18 @@ from hydra.core.plugins import Plugins
 
 from amp_core.cli.command import program
 from amp_core.cli.run_folders import check_place
-from amp_core.cli.words import HYDRA, MEANT, OF_PACKAGES, REASONS, WORDS
-from amp_core.config.checks import of_detection, tag_of_timm
+from amp_core.cli.words import HYDRA, MEANT, REASONS, WORDS
+from amp_core.config.checks import of_others
 from amp_core.config.errors import SAME, ConfigError, is_misspelt, suggest
 from amp_core.config.options import choices, conf_dir, config_dirs, read_option
-from amp_core.config.parse import group_of, hints_of
+from amp_core.config.parse import IN_WORDS, group_of, hints_of
 from amp_core.config.redact import refuse_secret
 from amp_core.config.schema import Config
 
 IN_SWEEPS = ("hydra/launcher", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper.", "hydra.sweep.dir")
 FREE = ("model", "optimizer", "schedule")
 """Groups whose `options` are arguments of what they build; `name` takes more than there are files."""
-TASKS = {
-    name: SAME.get(name, name) for name in ("train", "fit", "evaluate", "eval", "test", "validate", "predict", "infer")
-}
+TASKS = {word: task for task in ("train", "evaluate", "predict") for word in (task, *SAME[task])}
 """Words that are tasks."""
 PATHS = ("data.path", "data.eval_path", "data.exclude", "model.name", "model.weights", "run_dir", "resume")
 PATHS += ("recipe.teacher", "hydra.sweep.dir", "hydra.run.dir")
@@ -224,14 +222,10 @@ def _check_option(group: str, option: Any) -> None:
     if group == "model" and (of_library := re.fullmatch(r"(timm|hf)[:/.](.+)", str(option))):
         raise ConfigError(f"{found} Did you mean model.name={of_library[1]}:{of_library[2]}?")
     word = word.rpartition(".")[2] if word.startswith("torch") else word
-    if group == "model" and (meant := tag_of_timm(word)):
+    if group in ("model", "recipe") and (meant := of_others(word)):
         raise ConfigError(f"{found} {meant}")
-    if group == "layout" and word in ("zero", "zero1"):
-        raise ConfigError(f"{found} Did you mean layout=ddp layout.shard_optimizer=true?")
-    if group == "optimizer" and word in OF_PACKAGES:
-        raise ConfigError(f"{found} Did you mean optimizer.name={OF_PACKAGES[word]}?")
-    if group == "recipe" and (problem := of_detection(word)):
-        raise ConfigError(f"{found} {problem}")
+    if meant := MEANT.get(f"{group}={word}"):
+        raise ConfigError(f"{found} Did you mean {meant}?")
     if group in FREE and (name := _name_in_torch(group, word)):
         raise ConfigError(f"{found} {name}")
     more = f" {group}.name= takes further names, see --help {group}." if group in FREE else ""
@@ -241,13 +235,13 @@ def _check_option(group: str, option: Any) -> None:
         "optimizer": f" {option} is no class of torch.optim, which optimizer.name= takes, as it takes <module.Class> "
         "of a package.",
     }.get(group, more)
-    meant = MEANT.get(group, {}).get(word) or (_without(group) if word in ("none", "false", "off") else None)
+    meant = _without(group) if word in ("none", "false", "off") else None
     raise ConfigError(f"{found} {suggest(meant or word, choices(group))}{more}")
 
 
 def _name_in_torch(group: str, word: str) -> str | None:
     """What to type for the name in torch or torchvision that an option was mistaken for, or why that cannot be."""
-    if word in MEANT.get(group, {}) or any(word in (option.lower(), *option.split("_")) for option in choices(group)):
+    if any(word in (option.lower(), *option.split("_"), *SAME.get(option, ())) for option in choices(group)):
         return None
     if group == "model":  # to refuse something may take a while
         from amp_core.models.images import CLASSIFIERS
@@ -346,9 +340,10 @@ def _candidates(key: str, typed: str) -> Iterator[list[str]]:
     yield [f"{other}={typed}" for other in known if other.rpartition(".")[2] == tail or _parts(other) == _parts(key)]
     targets = (WORDS.get(key) or WORDS.get(tail, "")).split()
     for target in targets:
-        meant = MEANT.get(target, {}).get(typed.lower(), typed)
-        valid = [option for option in choices(target) if meant.lower() in option]
-        yield [f"{target}={option}" for option in ([meant] if meant in valid or not valid else valid[:1])]
+        meant = IN_WORDS.get(target, {}).get(typed.lower(), typed)
+        valid = [option for option in choices(target) if meant.lower() in (option, *SAME.get(option, ()))]
+        valid = valid or [option for option in choices(target) if meant.lower() in option]
+        yield [f"{target}={valid[0] if valid else meant}"]
     if tail in choices("amp"):
         yield [f"amp={'fp32' if typed.lower() in ('false', 'no', '0') else tail}"]
     # Part by part: two long names that share a word are not the same.

@@ -17,32 +17,6 @@ HYDRA = {
     "hydra/callbacks": "a callback names a class (_target_), and a config never runs code; leave it out",
 }
 """Settings of Hydra that are not used here, why, and what to type instead."""
-MEANT = {group: {word: ours for ours, said in names.items() for word in said.split()} for group, names in {
-    "amp": {
-        "fp16": "16 16-mixed fp16-mixed float16 half true on mixed", "fp32": "32 32-true float32 float full no false",
-        "bf16": "bf16-mixed bfloat16 bfloat16-mixed bfloat", "bf16_pure": "bf16-true bfloat16-true",
-        "fp8": "float8 fp8-mixed e4m3 transformer-engine", "o3": "16-true fp16-true",
-    },
-    "perf": {"compile": "true inductor torch_compile dynamo", "graph": "cudagraph cudagraphs cuda_graph cuda_graphs"},
-    "doctor": {"watch": "true on"}, "resume": {"last": "true latest newest"}, "model.weights": {"default": "true"},
-    "clip": {"norm": "true on grad_norm global_norm l2", "adaptive": "agc"},
-    "layout": {
-        "ddp": "multi_gpu multi-gpu distributed", "model_parallel": "pipeline pipeline_parallel pp mp", "fsdp": "fsdp1",
-    },
-    "log": {"default": "csv json jsonl file", "none": "quiet silent"},
-    "data": {
-        "imagenet": "imagenet1k imagenet-1k ilsvrc", "synthetic": "random fake dummy", "text": "txt plain_text",
-        "mask_folder": "segmentation_folder masks voc pascal_voc", "telephone": "dtmf",
-        "recordings": "ljspeech librispeech wav wavs common_voice audio_folder audiofolder audio",
-    },
-    "recipe": {
-        "classification": "image_classification", "segmentation": "semantic_segmentation unet", "gan": "wgan dcgan",
-        "diffusion": "ddpm edm", "contrastive": "clip simclr infonce", "policy_gradient": "rl ppo grpo reinforce",
-        "experts": "moe mixture", "speech": "asr ctc", "distillation": "kd", "face_recognition": "arcface faces",
-        "model_parallel": "pipeline",
-    },
-}.items()}  # fmt: skip
-"""Values of other projects, in small letters, and ours."""
 WORDS = {word: ours for ours, words in {
     "optimizer.lr": "learning_rate base_lr max_lr", "optimizer.weight_decay": "wd", "dry_run": "fast_dev_run",
     "amp": "precision mixed_precision dtype use_amp opt_level cast_dtype autocast_dtype", "data.num_workers": "workers",
@@ -118,9 +92,13 @@ REASONS = {word: reason for words, reason in {
     "enabled autocast": "a mode is chosen: use amp=fp32 for none",
 }.items() for word in words.split()}  # fmt: skip
 """Keys that are no settings here, whole or their last parts, and why."""
-OF_PACKAGES = {
-    **dict.fromkeys(("schedulefree", "schedule_free", "adamwschedulefree"), "schedulefree.AdamWScheduleFree"),
-    "lion": "timm.optim.Lion", "lamb": "timm.optim.Lamb", "adan": "timm.optim.Adan", "adopt": "timm.optim.Adopt",
-    "lars": "timm.optim.Lars", "sgdschedulefree": "schedulefree.SGDScheduleFree",
-}  # fmt: skip
-"""Optimizers of packages by the names that people type, and what `optimizer.name` calls them."""
+MEANT = {word: ours for ours, words in {
+    "layout=ddp layout.shard_optimizer=true": "layout=zero layout=zero1",
+    "optimizer.name=schedulefree.SGDScheduleFree": "optimizer=sgdschedulefree",
+    "optimizer.name=schedulefree.AdamWScheduleFree":
+        "optimizer=schedulefree optimizer=schedule_free optimizer=adamwschedulefree",
+    "optimizer.name=timm.optim.Lion": "optimizer=lion", "optimizer.name=timm.optim.Lamb": "optimizer=lamb",
+    "optimizer.name=timm.optim.Adan": "optimizer=adan", "optimizer.name=timm.optim.Adopt": "optimizer=adopt",
+    "optimizer.name=timm.optim.Lars": "optimizer=lars",
+}.items() for word in words.split()}  # fmt: skip
+"""Options that are settings of others here, in small letters, such as optimizers of packages."""

@@ -101,21 +101,16 @@ def lacks_data(cfg: Config) -> bool:
     return is_use and cfg.model.weights is None and not Path(data.path or "/").expanduser().exists()
 
 
-def tag_of_timm(name: str) -> str | None:
-    """The setting to use for a name such as resnet18.a1_in1k, a network with weights; None: another kind of name."""
+def of_others(name: str) -> str | None:
+    """What to do about the name of a detector, or of a network of timm with weights; None: it is another name."""
+    if re.match(r"(faster|mask|keypoint)_?rcnn|retinanet|ssd(lite)?\d|fcos|detr|yolo|(object_)?detect", name):
+        return "Detectors have no recipe; put the core into their own loop: docs/YOUR_OWN_MODEL.md, a loop of your own"
     if re.fullmatch(r"[a-z]\w+\.[a-z]\w+", name) is None:
         return None
     return (
         f"Did you mean model=timm model.name={name}? Its pretrained weights are loaded by model.weights=<file or "
         f"folder> that you have downloaded"
     )
-
-
-def of_detection(name: str) -> str | None:
-    """What to do about the name of a detector, of which there is no recipe; None: it is none."""
-    if re.match(r"(faster|mask|keypoint)_?rcnn|retinanet|ssd(lite)?\d|fcos|detr|yolo|(object_)?detect", name) is None:
-        return None
-    return "Detectors have no recipe; put the core into their own loop: docs/YOUR_OWN_MODEL.md, a loop of your own"
 
 
 def _check_use(cfg: DataConfig) -> Iterator[str]:

@@ -60,20 +60,30 @@ class Interrupted(RunError):
         return type(self), (str(self), self.exit_code, self.by_signal)
 
 
-SAME = {
-    **dict.fromkeys(("gpu", "nvidia"), "cuda"), **dict.fromkeys(("test", "eval", "val", "validate"), "evaluate"),
-    **dict.fromkeys(("inference", "infer", "generate"), "predict"), "fit": "train", "tb": "tensorboard",
-    **dict.fromkeys(("latest", "newest", "continue", "true", "yes", "on"), "last"), "dp": "data_parallel",
-    **dict.fromkeys(("fp16", "half", "16"), "float16"), "bf16": "bfloat16", **dict.fromkeys(("fp32", "32"), "float32"),
-    **dict.fromkeys(("lm", "llm", "gpt"), "language_model"), **dict.fromkeys(("lora", "sft"), "finetuning"),
-    **dict.fromkeys(("classifier", "classify", "imagenet"), "classification"), "adam8bit": "adamw_8bit",
-    **dict.fromkeys(("step_lr", "steplr"), "step"), "cosine_annealing": "warmup_cosine",
-    **dict.fromkeys(("fsdp2", "deepspeed", "zero3"), "fsdp"), "mnist": "mnist_subset",
-    **dict.fromkeys(("webdataset", "wds", "tar"), "shards"), **dict.fromkeys(("datasets", "huggingface"), "hf"),
-    "imagefolder": "image_folder", **dict.fromkeys(("csv", "tsv", "tabular", "dataframe", "timeseries"), "table"),
-    **dict.fromkeys(("regression", "regressor", "tabular_regression", "forecasting"), "supervised"),
-}  # fmt: skip
-"""Other programs' names of settings that have another name here."""
+SAME = {ours: words.split() for ours, words in {
+    "fp16": "16 16-mixed fp16-mixed float16 half true on mixed", "fp32": "32 32-true float32 float full no",
+    "bf16": "bf16-mixed bfloat16 bfloat16-mixed bfloat", "bf16_pure": "bf16-true bfloat16-true",
+    "fp8": "float8 fp8-mixed e4m3 transformer-engine", "o3": "16-true fp16-true", "bfloat16": "bf16",
+    "float16": "fp16 half 16", "float32": "fp32 32", "cuda": "gpu nvidia", "adamw_8bit": "adam8bit",
+    "compile": "true inductor torch_compile dynamo", "graph": "cudagraph cudagraphs cuda_graph cuda_graphs",
+    "watch": "true on", "norm": "true on grad_norm global_norm l2", "adaptive": "agc", "tensorboard": "tb",
+    "ddp": "multi_gpu multi-gpu distributed", "model_parallel": "pipeline pipeline_parallel pp mp",
+    "fsdp": "fsdp1 fsdp2 deepspeed zero3", "data_parallel": "dp", "step": "step_lr steplr",
+    "warmup_cosine": "cosine_annealing", "last": "latest newest continue true yes on", "never": "false null none",
+    "default": "csv json jsonl file", "none": "quiet silent", "train": "fit", "evaluate": "test eval val validate",
+    "predict": "inference infer generate", "pt2": "torchscript jit script torch.export torch pt", "peft": "lora",
+    "onnx": "tensorrt trt openvino tflite coreml", "hf": "datasets huggingface transformers",
+    "imagenet": "imagenet1k imagenet-1k ilsvrc", "synthetic": "random fake dummy", "text": "txt plain_text",
+    "mask_folder": "segmentation_folder masks voc pascal_voc", "telephone": "dtmf", "mnist_subset": "mnist",
+    "recordings": "ljspeech librispeech wav wavs common_voice audio_folder audiofolder audio",
+    "shards": "webdataset wds tar", "image_folder": "imagefolder", "table": "csv tsv tabular dataframe timeseries",
+    "classification": "image_classification classifier classify imagenet", "segmentation": "semantic_segmentation unet",
+    "gan": "wgan dcgan", "diffusion": "ddpm edm", "contrastive": "clip simclr infonce", "experts": "moe mixture",
+    "policy_gradient": "rl ppo grpo reinforce", "speech": "asr ctc", "distillation": "kd", "finetuning": "lora sft",
+    "face_recognition": "arcface faces", "language_model": "lm llm gpt",
+    "supervised": "regression regressor tabular_regression forecasting",
+}.items()}  # fmt: skip
+"""Names of options and values, and what other programs call them, in small letters."""
 
 
 def is_misspelt(word: str, name: str) -> bool:
@@ -108,8 +118,8 @@ def suggest(word: str, valid: Iterable[str]) -> str:
     """A sentence with the valid choice that was meant, if that is clear; then all of them, or the nearest of many."""
     low, names = str(word).lower(), {name.lower(): name for name in valid}
     short = low.rpartition(".")[2]  # torch.optim.Adam
-    same = low if low in names else SAME.get(low, short)
-    meant = [same] if same in names else [name for name in names if is_misspelt(low, name)]
+    meant = [name for name in names if low in (name, *SAME.get(names[name], ()))]
+    meant = meant or [name for name in names if name == short or is_misspelt(low, name)]
     meant = difflib.get_close_matches(low, meant, n=1, cutoff=0.0)
     if not meant and len(low) > 2 and low not in ("off", "none"):  # a part of a name
         meant = [name for name in names if low in re.split("[_.]", name) or name.startswith(low)]

@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -208,20 +209,10 @@ def sync_folder(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a path: a folder with its content, a link without its target."""
     with opened(path.parent) as folder:
-        _remove(path.name, folder)
-
-
-def _remove(name: str, folder: int) -> None:
-    if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-        os.unlink(name, dir_fd=folder)
-        return
-    inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-    try:
-        for each in os.listdir(inside):
-            _remove(each, inside)
-    finally:
-        os.close(inside)
-    os.rmdir(name, dir_fd=folder)
+        if stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+            shutil.rmtree(path.name, dir_fd=folder)
+        else:
+            os.unlink(path.name, dir_fd=folder)
 
 
 def remove_leftovers(folder: Path) -> None:

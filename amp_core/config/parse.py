@@ -57,14 +57,10 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 IN_WORDS = {
-    "resume": {"True": "last", "False": "never", "None": "never"},
-    "model.weights": {"True": "default", "False": "null"},
-    "export.to": dict.fromkeys(("torchscript", "jit", "script", "torch.export", "torch", "pt"), "pt2")
-    | dict.fromkeys(("tensorrt", "trt", "openvino", "tflite", "coreml"), "onnx, which its converter reads")
-    | {"huggingface": "hf", "transformers": "hf", "lora": "peft"},
+    "resume": {"false": "never", "null": "never", **dict.fromkeys(("true", "latest", "newest"), "last")},
+    "model.weights": {"true": "default", "false": "null"},
 }
 """What was meant by values of a key that is text."""
-
 
 hints_of = functools.cache(get_type_hints)
 
@@ -106,7 +102,7 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
                 hint = f" Write {dot}{name}={show_value(meant)}{', without quotes' * isinstance(value, str)}."
             if isinstance(value, list) and value and all(_fits(one, expected) for one in value):
                 hint = f" Several values are a sweep: -m {dot}{name}={','.join(map(show_value, value))}."
-            if meant := IN_WORDS.get(dot + name, {}).get(str(value)):
+            if meant := IN_WORDS.get(dot + name, {}).get(show_value(value)):
                 hint = f" Did you mean {meant}?"
             if name.endswith("_minutes") and (minutes := _minutes(str(value))):
                 hint = f" Write {dot}{name}={minutes:g}."

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_core.config.checks import check_data, lacks_data, of_detection, tag_of_timm
+from amp_core.config.checks import check_data, lacks_data, of_others
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import why_no_folder
 from amp_core.config.kinds import FILES, TEXTS
@@ -73,7 +73,7 @@ def preflight(cfg: Config, recipe: Any, broken: set[str]) -> tuple[list[str], li
         problems += check_schedule(cfg.schedule)
     if sound("model"):
         found = check_model(cfg.model.name, cfg.model.options, recipe.MODELS)
-        if found and (meant := of_detection(cfg.model.name) or tag_of_timm(cfg.model.name)):
+        if found and (meant := of_others(cfg.model.name)):
             found = [f"model.name={cfg.model.name}: there is no such network. {meant}"]
         problems += found + check_weights(cfg)
         folder = Path(cfg.model.name.removeprefix("hf:")) if cfg.model.name.startswith("hf:") else None

@@ -6,6 +6,7 @@ Hints are followed as they stand, and a run takes the result.
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 from tiers import rows
@@ -15,8 +16,8 @@ from amp_core.cli import compose
 from amp_core.cli.job import prepare, read
 from amp_core.cli.overrides import groups, typed_keys
 from amp_core.cli.sweep import plan
-from amp_core.cli.words import MEANT, WORDS
-from amp_core.config.errors import ConfigError, is_misspelt
+from amp_core.cli.words import WORDS
+from amp_core.config.errors import SAME, ConfigError, is_misspelt
 from amp_core.config.options import choices, conf_dir
 from amp_core.config.rules import validate
 from amp_core.run.preflight import preflight
@@ -204,10 +205,8 @@ def test_what_of_hydra_is_not_used_is_refused_in_one_sentence(line):
 
 
 def test_what_others_call_an_option_by_another_name_is_one():
-    for group, meant in MEANT.items():
-        assert {*meant.values()} <= {"resume": {"last"}, "model.weights": {"default"}}.get(group, {*choices(group)}), (
-            group
-        )
+    literals = {value for hint in typed_keys().values() for kind in (hint, *get_args(hint)) for value in get_args(kind)}
+    assert SAME.keys() <= {option for group in groups() for option in choices(group)} | literals | {"last", "never"}
 
 
 def test_every_key_that_others_call_by_another_name_is_explained(capsys):

@@ -303,7 +303,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_removed_is_not_emptied(tmp_pat
     (mine / "precious").write_text("kept")
     folder.mkdir()
     monkeypatch.setattr(files, "os", Swapping(folder, mine))
-    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+    with pytest.raises(OSError, match="symbolic link"):
         files.remove(folder)
     assert everything(mine) == {str(mine / "precious"): b"kept"}
 
