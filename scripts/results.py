@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_core.cli import compose
-from amp_core.cli.run_folders import stored_config, summary_of, sweep_subdir
+from amp_core.cli.run_folders import content_of, stored_config, sweep_subdir
 from amp_core.config.options import conf_dir
 from amp_core.run.lines import write_text
 from amp_tools.report.groups import margin_of
@@ -128,7 +128,7 @@ def collect(name: str) -> dict[str, Any]:
     for job in planned.jobs:
         folder = ROOT / planned.dir / sweep_subdir(ROOT / planned.dir, job)
         config = stored_config(folder) or {}
-        summary = summary_of(folder)
+        summary = content_of(folder, "summary.json")
         metric = config["recipe"]["best"]
         found = {"group": group_of(job), "seed": config["seed"], "value": summary["eval"][metric]}
         runs.append(found | {"seconds": summary["seconds"]})

@@ -40,9 +40,6 @@ def tool(name: str) -> str:
     return f"python scripts/{name}.py" if _IS_CHECKOUT else f"python -m amp_recipes.scripts.{name}"
 
 
-_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "3000", "KMP_BLOCKTIME": None}
-
-
 def limit_spinning() -> None:
     """Let OpenMP's threads sleep after waiting for 0.1 ms, in this process and in those that it starts.
 
@@ -51,8 +48,9 @@ def limit_spinning() -> None:
     cost a small network half of its speed on an idle machine. GNU's OpenMP reads the count of spins; others read the
     policy alone, and sleep immediately. A no-op if torch is imported already, or the environment sets how to wait.
     """
-    if "torch" not in sys.modules and not _WAITING.keys() & os.environ.keys():
-        os.environ.update({name: value for name, value in _WAITING.items() if value is not None})
+    ours = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "3000"}
+    if "torch" not in sys.modules and not {*ours, "KMP_BLOCKTIME"} & os.environ.keys():
+        os.environ |= ours
 
 
 def answering(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

@@ -40,32 +40,25 @@ from amp_core.cli.overrides import (
     num_values,
     parse_override,
     quoted_value,
-    read_once,
     typed_keys,
 )
-from amp_core.cli.run_folders import check_length, environment_of, source_of, stored_config
+from amp_core.cli.run_folders import check_length, content_of, source_of, stored_config
 from amp_core.cli.words import HYDRA
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.files import kind_of
-from amp_core.config.options import CONFIG_DIR, choices, conf_dir, config_dirs
+from amp_core.config.options import CONFIG_DIR, choices, conf_dir, config_dirs, read_option
 from amp_core.config.parse import fill_in
 from amp_core.config.redact import items_of, secrets_in
-from amp_core.config.rules import differences, flatten
+from amp_core.config.rules import HERE, differences, flatten
 from amp_core.config.schema import Config
 from amp_core.run.terminal import say
 
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """What Hydra may make: its own and installed launchers and sweepers."""
-RECORDED = "holds a key or a password, and settings are recorded; leave it out"
+RECORDED = "holds a key or a password, and settings are recorded; expected it in the environment (WANDB_API_KEY)"
 MOST_JOBS = 10_000
 """Of a sweep: each one is checked before the first begins."""
 LENGTHS = {"steps", "epochs", "samples"}
-HERE = {
-    "task", "predict_on", "export", "run_dir", "resume", "allow_changes", "dry_run", "device", "layout", "log", "perf",
-    "checkpoint", "doctor", "debug", "save_every", "eval_every", "log_every", "max_minutes", "eval.at_start",
-    "data.num_workers", "data.timeout_minutes", "data.prepare_on", "data.check",
-}  # fmt: skip
-"""Settings that belong to a command and its machine. An evaluation or a prediction takes all others from its run."""
 
 
 @contextlib.contextmanager
@@ -109,10 +102,7 @@ def search_path() -> list[str]:
 
 @functools.lru_cache(64)
 def _read(chosen: tuple[str, ...]) -> tuple[Any, Any]:
-    """The configuration with these options of groups before any key is set, and its node `hydra`.
-
-    The jobs of a sweep share a few.
-    """
+    """The configuration with these options before any key is set, and its node `hydra`; a sweep's jobs share a few."""
     present = GlobalHydra.instance()
     around, present.hydra = present.hydra, None  # that of a sweep, within a job of it
     try:
@@ -205,7 +195,7 @@ def _of_run(folder: Path, values: dict[str, Any], overrides: Sequence[str]) -> d
         if "recipe" in typed:  # settings of another recipe fit only by accident
             return values
         if name not in choices("recipe"):
-            where = environment_of(folder).get("config_dir") or "<folder>"
+            where = content_of(folder, "environment.json").get("config_dir") or "<folder>"
             raise ConfigError(f"{folder}: is a run of recipe={name}, which is not known here; add --config-dir {where}")
         return compose([f"recipe={name}", *overrides])
     if experiment := [text for text in overrides if parse_override(text).key_or_group == "experiment"]:
@@ -227,7 +217,7 @@ def _of_run(folder: Path, values: dict[str, Any], overrides: Sequence[str]) -> d
         return {name: taken(f"{dot}{name}", new.get(name), old.get(name, new.get(name))) for name in names}
 
     found = taken("", values, stored)
-    began = str(environment_of(folder).get("folder") or "")
+    began = str(content_of(folder, "environment.json").get("folder") or "")
     for group, key in (path.split(".") for path in PATHS if path.count(".") == 1 and not path.startswith("hydra")):
         prefix, path = re.fullmatch(r"(hf:)?(.*)", str(found[group].get(key) or ""), re.DOTALL).groups()  # type: ignore[union-attr]
         there = os.path.join(began, os.path.expanduser(path))
@@ -259,12 +249,12 @@ def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, An
     flat = _check_values(values)
     # schedule.name=StepLR alone leaves the options of warmup_cosine, which were not typed, in its file.
     for group in FREE:
-        node, file = values[group], read_once(group, chosen[group], tuple(config_dirs()))
+        node, file = values[group], read_option(group, chosen[group])
         if isinstance(node, dict) and isinstance(node.get("options"), dict) and node.get("name") != file["name"]:
             for key, value in file["options"].items():
                 if f"{group}.options.{key}" not in typed and node["options"].get(key) == value:
                     del node["options"][key]
-    library, colon, _ = read_once("model", chosen["model"], tuple(config_dirs())).get("name", "").partition(":")
+    library, colon, _ = read_option("model", chosen["model"]).get("name", "").partition(":")
     if colon and (name := flatten(values).get("model.name")) and not str(name).startswith(f"{library}:"):
         values["model"]["name"] = f"{library}:{name}"  # model=timm model.name=resnet18 is timm's, not torchvision's
     if "data.num_workers" not in typed and isinstance(flat.get("data.num_workers"), int):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import re
 import textwrap
 from pathlib import Path
-from typing import Any, get_type_hints
 
 from amp_core.cli.command import program, tool
 from amp_core.cli.overrides import keys_of
@@ -17,7 +15,6 @@ from amp_core.config import schema
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.options import choices, conf_dir, option_file
 from amp_core.config.parse import describe, group_of
-from amp_core.config.schema import Config
 
 HEADER = """amp-recipes: reference training recipes for mixed precision in PyTorch
 
@@ -47,14 +44,6 @@ SWEEP = """A sweep runs every combination of the values that keys are given:
 
 A failed job is reported and does not end the sweep. Exit codes: 0 all finished, 1 some did not, 2 bad configuration
 (nothing was started), 130 and 143 interrupted: running jobs wrote a checkpoint first. docs/SWEEPS.md has the rest."""
-BY_NAME = {
-    "model": "model.name= takes any classification network of torchvision.models besides; model=timm and model=hf take "
-    "those of timm and transformers; arguments: model.options.<name>=",
-    "optimizer": "optimizer.name= takes any class of torch.optim with dense gradients and no closure, and "
-    "<module>.<Class> of an installed package; arguments: optimizer.options.<name>=",
-    "schedule": "schedule.name= takes any scheduler of torch.optim.lr_scheduler that needs no metric; "
-    "arguments: schedule.options.<name>=",
-}
 
 
 def help_text(topics: list[str] | None = None) -> str:
@@ -76,7 +65,6 @@ def _screen() -> str:
     lines += ["", "Keys:"]
     plain = text[text.index("\naccumulation:") : text.index("\nhydra:")]
     lines += [f"  {line}" for line in plain.splitlines() if line.strip()]
-    assert set(re.findall(r"^(\w+):", plain, re.MULTILINE)) <= set(Config.__dataclass_fields__)
     return "\n".join([*lines, "", FOOTER])
 
 
@@ -96,12 +84,11 @@ def _topic(topic: str) -> str:
         return f"{topic} sets\n\n{textwrap.indent(option_file(group, option).read_text().rstrip(), '  ')}"
     if topic in groups:
         return _group(topic, groups[topic])
-    keys = {key: (kind, said) for key, kind, said in _keys(Config, "")}
+    keys = _keys()
     if topic in keys:
         kind, said = keys[topic]
         return "\n".join([f"{topic}: {kind}", *textwrap.wrap(said, 116, initial_indent="  ", subsequent_indent="  ")])
-    inside = [key for key in keys if key.startswith(f"{topic}.")]
-    if inside:
+    if inside := [key for key in keys if key.startswith(f"{topic}.")]:
         return "\n".join(map(_topic, inside))
     other = [key for key in keys if key.rpartition(".")[2] == topic] or WORDS.get(topic, "").split()
     other += [f"{group}={topic}" for group in groups if topic in choices(group)]
@@ -118,26 +105,22 @@ def _group(group: str, default: str) -> str:
         shown = f"[{option}]" if option == default else option
         comments = re.findall(r"^#\s*(?!@package)(\S.*)", option_file(group, option).read_text(), re.MULTILINE)
         lines.append(f"  {shown:<26}{comments[0] if comments else ''}".rstrip())
-    kind = get_type_hints(Config).get(group)
-    if kind is not None and dataclasses.is_dataclass(kind):
-        lines += ["", "Keys:", ""]
-        for key, types, said in _keys(kind, f"{group}."):
-            lines += textwrap.wrap(f"{key} ({types})", 116, initial_indent="  ", subsequent_indent="      ")
-            lines += textwrap.wrap(said, 110, initial_indent="      ", subsequent_indent="      ")
-    if group in BY_NAME:
-        lines += ["", *textwrap.wrap(BY_NAME[group], 118)]
     if group == "recipe":
         lines += ["", "The keys of a recipe: --help recipe=gan, and the head of recipes/gan.py."]
+    elif group != "experiment":
+        lines += ["", "Keys:", ""]
+    for key, (types, said) in _keys().items():
+        if key.startswith(f"{group}."):
+            lines += textwrap.wrap(f"{key} ({types})", 116, initial_indent="  ", subsequent_indent="      ")
+            lines += textwrap.wrap(said, 110, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)
 
 
-def _keys(kind: Any, prefix: str) -> list[tuple[str, str, str]]:
-    """(key, what it takes, what is written about it) of a dataclass and those in it."""
-    return [
-        (key, describe(hint), _documentation()[owner].get(key.rpartition(".")[2], ""))
-        for key, hint, owner in keys_of(kind, prefix)
-        if group_of(hint) is None
-    ]
+def _keys() -> dict[str, tuple[str, str]]:
+    """By key: what it takes, and what is written about it."""
+    said = _documentation()
+    keys = [(key, hint, said[owner]) for key, hint, owner in keys_of() if group_of(hint) is None]
+    return {key: (describe(hint), about.get(key.rpartition(".")[2], "")) for key, hint, about in keys}
 
 
 @functools.cache

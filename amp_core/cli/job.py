@@ -92,17 +92,12 @@ def sound_form(overrides: Sequence[str], find: Find, *, multirun: bool) -> tuple
     return check_overrides(overrides, multirun=multirun, problems_of=problems_of)
 
 
-def check(sound: list[str], find: Find, problems: Sequence[str] = ()) -> Job:
-    """The job of sound overrides, without a folder. ConfigError: what is wrong with them, after `problems`."""
+def check(sound: list[str], find: Find, problems: Sequence[str] = (), values: dict[str, Any] | None = None) -> Job:
+    """The job, without a folder, of sound overrides (composed: `values`). ConfigError: `problems`, and their own."""
     try:
-        values = compose(sound)
+        values = compose(sound) if values is None else values
     except ConfigError as refused:
         raise ConfigError([*problems, *refused.problems]) from None
-    return check_values(values, sound, find, problems)
-
-
-def check_values(values: dict[str, Any], overrides: Sequence[str], find: Find, problems: Sequence[str] = ()) -> Job:
-    """The same of composed values."""
     problems = list(problems)
     told = {key_of(problem) for problem in problems}
     # With what is suggested there, other settings are other problems, or none: data.root=x, data.path is missing.
@@ -135,9 +130,9 @@ def check_values(values: dict[str, Any], overrides: Sequence[str], find: Find, p
         tell(found)
     if problems:
         raise ConfigError(problems)
-    given = {text.split("=")[0].lstrip("+") for text in overrides}
+    given = {text.split("=")[0].lstrip("+") for text in sound}
     notes = note_on_run(values) + warnings + warnings_of(cfg, given)
-    return Job(cfg, None, list(overrides), [sys.executable, *sys.argv], notes)
+    return Job(cfg, None, list(sound), [sys.executable, *sys.argv], notes)
 
 
 def job_of(overrides: list[str], find: Find) -> Job:
@@ -153,22 +148,8 @@ def prepare(overrides: list[str], find: Find) -> Job | None:
 
     ConfigError: every problem that can be found before the start; rank 0 has told them, on the others it is empty.
     """
-    return _with_folder(overrides, find) if not launched() else _shared(overrides, find)
-
-
-def _with_folder(overrides: list[str], find: Find) -> Job | None:
-    job = job_of(overrides, find)
-    run_dir = choose_run_dir(job.cfg)
-    is_finished = run_dir is not None and check_run_dir(run_dir, job.cfg)
-    if job.cfg.dry_run:
-        return job
-    job.run_dir = run_dir
-    if is_finished:
-        say(f"already finished: {run_dir}")
-    return None if is_finished else job
-
-
-def _shared(overrides: list[str], find: Find) -> Job | None:
+    if not launched():
+        return _with_folder(overrides, find)
     from amp_core.run.launch import share
     from amp_core.run.process import check_variables
 
@@ -182,3 +163,14 @@ def _shared(overrides: list[str], find: Find) -> Job | None:
             say_error(problem)  # before the others hear of it: the agent kills all when the first one leaves
             sys.stderr.flush()
     return share(job, refused=refused)
+
+
+def _with_folder(overrides: list[str], find: Find) -> Job | None:
+    job = job_of(overrides, find)
+    run_dir = choose_run_dir(job.cfg)
+    is_finished = run_dir is not None and check_run_dir(run_dir, job.cfg)
+    if job.cfg.dry_run or not is_finished:
+        job.run_dir = None if job.cfg.dry_run else run_dir
+        return job
+    say(f"already finished: {run_dir}")
+    return None

@@ -14,21 +14,11 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from amp_core.config.schema import Config
 
 POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Devices that are taken."""
-
-    devices: list[str]
-    files: list[int]
-    """File descriptors of the locks, for `subprocess.Popen(pass_fds=)`."""
 
 
 @contextlib.contextmanager
@@ -39,8 +29,8 @@ def lease(
     *,
     waiting: Callable[[], None] = lambda: None,
     given_up: Callable[[], bool] = lambda: False,
-) -> Iterator[Lease]:
-    """Take `count` of the devices, waiting for them as long as others have them.
+) -> Iterator[dict[str, int]]:
+    """Take `count` of the devices, waiting for them as long as others have them: device -> descriptor of its lock.
 
     Waiting jobs queue: the first takes what becomes free until it has enough. So jobs that need several devices
     neither block each other with a part of them nor starve behind those that need one. `waiting` is called once, when
@@ -49,41 +39,39 @@ def lease(
     if count > len(devices):
         raise ValueError(f"{count} devices asked for, and there are {len(devices)}: {', '.join(devices)}")
     if not count:
-        yield Lease([], [])
+        yield {}
         return
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     taken: dict[str, int] = {}
     said = False
-    with contextlib.ExitStack() as line, contextlib.ExitStack() as held:
-
-        def take(name: str, stack: contextlib.ExitStack) -> int | None:
-            file = os.open(folder / re.sub(r"[^\w.-]", "_", name), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as problem:
-                os.close(file)
-                if not isinstance(problem, BlockingIOError):  # this file system has no locks
-                    raise
-                return None
-            stack.callback(os.close, file)
-            return file
-
-        first = False
-        while True:
-            first = first or take("line", line) is not None
-            for name in devices if first else ():
-                if len(taken) < count and name not in taken and (file := take(f"device-{name}", held)) is not None:
-                    taken[name] = file
-            if first and len(taken) == count:
-                break
-            if not said:
-                waiting()
-                said = True
-            if given_up():
+    try:
+        while len(taken) <= count:
+            for name in ("line", *devices):  # only who has the line, the head of the queue, takes devices
+                if name not in taken and len(taken) <= count and (name == "line" or "line" in taken):
+                    taken |= _locked(folder, name)
+            if len(taken) <= count and given_up():
                 raise InterruptedError
-            time.sleep(POLL_SECONDS)
-        line.close()
-        yield Lease(sorted(taken, key=list(devices).index), list(taken.values()))
+            if len(taken) <= count:
+                if not said:
+                    waiting()
+                said = True
+                time.sleep(POLL_SECONDS)
+        os.close(taken.pop("line"))
+        yield {name: taken[name] for name in devices if name in taken}
+    finally:
+        for file in taken.values():
+            os.close(file)
+
+
+def _locked(folder: Path, name: str) -> dict[str, int]:
+    """{name: descriptor of the locked file}; empty: another process has it. OSError: this file system has no locks."""
+    file = os.open(folder / re.sub(r"[^\w.-]", "_", name), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return {}
+    return {name: file}
 
 
 def lease_folder() -> Path:

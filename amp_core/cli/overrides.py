@@ -9,7 +9,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from hydra.core.config_store import ConfigStore
@@ -18,13 +17,11 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quot
 from hydra.core.plugins import Plugins
 
 from amp_core.cli.command import program
-from amp_core.cli.run_folders import check_place
 from amp_core.cli.words import HYDRA, MEANT, REASONS, WORDS
 from amp_core.config.checks import of_others
 from amp_core.config.errors import SAME, ConfigError, is_misspelt, suggest
-from amp_core.config.options import choices, conf_dir, config_dirs, read_option
+from amp_core.config.options import choices, conf_dir, read_option
 from amp_core.config.parse import IN_WORDS, group_of, hints_of
-from amp_core.config.redact import refuse_secret
 from amp_core.config.schema import Config
 
 IN_SWEEPS = ("hydra/launcher", "hydra.launcher.", "hydra/sweeper", "hydra.sweeper.", "hydra.sweep.dir")
@@ -78,13 +75,8 @@ def check_overrides(
     overrides, told = _joined(overrides, multirun)
     problems += told
     for text in overrides:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
+        if re.search("[\ud800-\udfff]", text):  # the bytes that are no UTF-8
             problems.append(f"{text!a}: is not valid UTF-8; expected key=value")
-            continue
-        if problem := refuse_secret(text):
-            problems.append(problem)
             continue
         try:
             override = parse_override(re.sub(r"(=\d+)\^(\d+)$", r"\1**\2", text))
@@ -99,14 +91,8 @@ def check_overrides(
             )
         ):
             override = parse_override(quoted(path[1], os.path.expanduser(path[3])))
-        if (override is None or not override.key_or_group) and (meant := _meant_by(text)):
-            problems.append(f"{text}: expected key=value. {meant}")
-            continue
         if override is None or not override.key_or_group:
-            how = ", without spaces" if " =" in f" {text}" or "= " in text else ", lists in quotes: 'key=[a,b]'"
-            if re.search(r"""[{,]\s*["'][^"',]*["']\s*:""", text):
-                how = ", names before a colon without quotes: 'key={a:b}'"
-            problems.append(f"{text!r}: cannot be read; expected key=value{how}")
+            problems.append(_say_unreadable(text))
             continue
         try:
             sound += _sound_form(override, multirun)
@@ -124,55 +110,50 @@ def _joined(overrides: Sequence[str], multirun: bool) -> tuple[list[str], list[s
     rest, problems, words = [], [], list(overrides)
     is_name = {*typed_keys(), *groups(), *TASKS, "help", "h"}.__contains__
     while words:
-        if words[1:2] == ["="]:
-            problems.append(f"{' '.join(words[:3])}: has spaces; write key=value without them")
-            words = words[3:]
-            continue
         text, after = words[0], [*itertools.takewhile(lambda word: "=" not in word and not is_name(word), words[1:])]
-        if text[-1:] == "=" or not after:
-            rest.append(words.pop(0))
-            continue
-        whole = " ".join([text, *after])
-        if is_name(text):
-            key, value = ("run_dir", f"task={TASKS[text]} ") if text in TASKS else (text, "")
-            problems.append(f"{whole}: expected key=value. Did you mean {value}{key}={after[0]}?")
-            after = after[:1]
-        elif "=" in text and multirun and not re.search(r"[\[{(]", text):
-            key, _, first = text.partition("=")
-            problems.append(
-                f"{whole}: several values have commas between them. Did you mean {key}={','.join([first, *after])}?"
-            )
-        elif "=" in text and (re.search(r"[\[{(]", text) or text.startswith(tuple(f"{path}=" for path in PATHS))):
-            problems.append(f"{whole}: has spaces, where the shell takes it apart; put it in quotes: '{whole}'")
-        else:
-            after = []
-            rest.append(text)
+        key, _, value = text.partition("=")
+        has_brackets, said = re.search(r"[\[{(]", text), None
+        if words[1:2] == ["="]:
+            after, said = words[1:3], "has spaces; write key=value without them"
+        elif after and is_name(text):
+            meant = f"task={TASKS[text]} run_dir" if text in TASKS else text
+            said = f"expected key=value. Did you mean {meant}={after[0]}?"
+        elif after and value and multirun and not has_brackets:
+            said = f"several values have commas between them. Did you mean {key}={','.join([value, *after])}?"
+        elif after and value and (has_brackets or key in PATHS):
+            said = f"has spaces, where the shell takes it apart; put it in quotes: '{' '.join([text, *after])}'"
+        after = after if said else []
+        problems += [f"{' '.join([text, *after])}: {said}"] if said else []
+        rest += [] if said else [text]
         words = words[1 + len(after) :]
     return rest, problems
 
 
-def _meant_by(text: str) -> str:
-    """What a word without a value was meant for."""
+def _say_unreadable(text: str) -> str:
+    """What a word without a value was meant for, or how values are written."""
+    pair = re.fullmatch(r"([\w.]+):(\S+)", text)
     if text in groups():
-        return f"Valid: {', '.join(f'{text}={option}' for option in choices(text)[:3])}, ...; see --help {text}"
-    if (pair := re.fullmatch(r"([\w.]+):(\S+)", text)) and (pair[1] in typed_keys() or pair[1] in groups()):
-        return f"Did you mean {pair[1]}={pair[2]}?"
-    if typed_keys().get(text) is bool:
-        return f"Did you mean {text}=true?"
-    if text in ("help", "h"):
-        return "Did you mean --help?"
-    if text in TASKS:
-        return f"Did you mean task={TASKS[text]}?"
-    if (group := next((group for group in groups() if text in choices(group)), None)) is not None:
-        return f"Did you mean {group}={text}?"
-    return ""
+        meant = f"Valid: {', '.join(f'{text}={option}' for option in choices(text)[:3])}, ...; see --help {text}"
+    elif pair and pair[1] in (*typed_keys(), *groups()):
+        meant = f"Did you mean {pair[1]}={pair[2]}?"
+    elif typed_keys().get(text) is bool:
+        meant = f"Did you mean {text}=true?"
+    elif text in ("help", "h"):
+        meant = "Did you mean --help?"
+    elif text in TASKS:
+        meant = f"Did you mean task={TASKS[text]}?"
+    elif found := [group for group in groups() if text in choices(group)]:
+        meant = f"Did you mean {found[0]}={text}?"
+    else:
+        how = ", without spaces" if " =" in f" {text}" or "= " in text else ", lists in quotes: 'key=[a,b]'"
+        if re.search(r"""[{,]\s*["'][^"',]*["']\s*:""", text):
+            how = ", names before a colon without quotes: 'key={a:b}'"
+        return f"{text!r}: cannot be read; expected key=value{how}"
+    return f"{text}: expected key=value. {meant}"
 
 
 def _sound_form(override: Override, multirun: bool) -> list[str]:
-    """An override as Hydra takes it; nothing if it already holds.
-
-    ConfigError says what to type instead; KeyError: there is no such key.
-    """
+    """An override as Hydra takes it; nothing if it holds. ConfigError: what to type instead; KeyError: no such key."""
     key, text, value = override.key_or_group, override.input_line or "", override.value()
     typed = text.partition("=")[2]
     if "_target_" in text:
@@ -193,7 +174,7 @@ def _sound_form(override: Override, multirun: bool) -> list[str]:
             options = value.filter(choices(key)) if isinstance(value, Glob) else [str(v) for v in value.list]  # type: ignore[union-attr]
             for option in options or [typed]:
                 _check_option(key, option)
-                sweeper = read_once(key, option, tuple(config_dirs())).get("hydra", {}).get("sweeper", {})
+                sweeper = read_option(key, option).get("hydra", {}).get("sweeper", {})
                 if key == "experiment" and "params" in sweeper:
                     raise ConfigError(f"{text}: {option} is a sweep of its own; start one after the other")
             return [f"{key}={','.join(options)}"]
@@ -261,12 +242,6 @@ def _name_in_torch(group: str, word: str) -> str | None:
     return f"Did you mean {names}{', ...' * (len(near) > 3)}?" if near else None
 
 
-@functools.lru_cache(256)
-def read_once(group: str, option: str, folders: tuple[Path, ...]) -> dict[str, Any]:
-    """The file of an option in these folders of configuration."""
-    return read_option(group, option)
-
-
 def _without(group: str) -> str | None:
     """The option that does nothing."""
     return next((o for o in ("none", "off", "constant", "default", "fp32", "single") if o in choices(group)), None)
@@ -296,17 +271,9 @@ def _hydra_form(override: Override, typed: str, multirun: bool) -> list[str]:
         )
     if not multirun:
         raise ConfigError(f"{override.input_line}: has an effect only in a sweep; add -m, or leave it out")
-    if key.startswith("hydra.sweeper.params.") or (key == "hydra.sweeper.params" and isinstance(value, dict)):
-        # The same as values on the command line.
-        given = value if isinstance(value, dict) else {key.removeprefix("hydra.sweeper.params."): typed}
-        return [
-            form for name, values in given.items() for form in _sound_form(parse_override(f"{name}={values}"), multirun)
-        ]
     if override.is_sweep_override():
         raise ConfigError(f"{override.input_line}: holds for the whole sweep; expected one value")
     if key in ("hydra/launcher", "hydra/sweeper") and (problem := _check_plugin(key, str(value))):
-        raise ConfigError(problem)
-    if key == "hydra.sweep.dir" and (problem := check_place(key, "" if value is None else str(value))):
         raise ConfigError(problem)
     return [f"{key}={typed}"]
 
@@ -414,13 +381,12 @@ def at_end(override: Override, end: int) -> str:
     """One end of the values of a search space, as an override: 0 the first, -1 the last."""
     if not override.is_sweep_override():
         return f"{override.get_key_element()}={override.get_value_element_as_str()}"
-    value = override.value()
+    value: Any = override.value()
     if isinstance(value, IntervalSweep):
-        ends = (value.start, value.end)
-        return f"{override.get_key_element()}={ends[end]}"
-    if is_whole_range(override):
-        return f"{override.get_key_element()}={override.value().range()[end]}"  # type: ignore[union-attr]
-    return f"{override.get_key_element()}={list(override.sweep_string_iterator())[end]}"
+        ends: Any = (value.start, value.end)
+    else:
+        ends = value.range() if is_whole_range(override) else list(override.sweep_string_iterator())
+    return f"{override.get_key_element()}={ends[end]}"
 
 
 def quoted(key: str, value: str) -> str:

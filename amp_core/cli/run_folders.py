@@ -47,10 +47,7 @@ def choose_run_dir(cfg: Config) -> str | None:
 
 
 def check_run_dir(run_dir: str, cfg: Config, *, in_sweep: bool = False) -> bool:
-    """Whether a folder holds a finished run with exactly these settings, which a sweep skips also with resume=never.
-
-    ConfigError: a run with these settings may not write there.
-    """
+    """Whether a folder holds a finished run of these settings. ConfigError: a run with them may not write there."""
     folder, values = Path(run_dir), cfg.to_dict()
     if problems := list(_check_names(folder)):
         raise ConfigError([f"run_dir={run_dir}: {problem}" for problem in problems])
@@ -78,20 +75,16 @@ _FREE |= {"eval.at_start"}
 """Settings with which a finished run would be the same."""
 
 
-def environment_of(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """environment.json; empty when it cannot be read."""
-    return _content_of(Path(run_dir, "environment.json"))
-
-
-def _content_of(path: Path) -> dict[str, Any]:
+def content_of(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """A JSON file of a folder, such as environment.json or summary.json; empty when it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        return read_json(path)
+        return read_json(Path(folder, name))
     return {}
 
 
 def _resuming(folder: Path) -> str:
     """The command that resumes a run unchanged, for messages."""
-    began = environment_of(folder)
+    began = content_of(folder, "environment.json")
     try:
         typed = [*([f"--config-dir={began['config_dir']}"] if began.get("config_dir") else []), *overrides_of(folder)]
     except ConfigError:
@@ -106,10 +99,8 @@ def check_length(key: str, path: Any) -> str | None:
     """What is wrong with the length of a path, for the file system and what a run writes below it."""
     if not isinstance(path, str) or "\0" in path:
         return None
-    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts):
-        return f"{key}={path[:40]}...: a name in it is longer than 255 bytes; choose a shorter one"
-    if len(os.fsencode(os.path.abspath(path))) > 3800:
-        return f"{key}={path[:40]}...: the path is longer than 3800 bytes; choose a shorter one"
+    if any(len(os.fsencode(part)) > 255 for part in Path(path).parts) or len(os.fsencode(os.path.abspath(path))) > 3800:
+        return f"{key}={path[:40]}...: a name is longer than 255 bytes, or the path than 3800; choose a shorter one"
     return None
 
 
@@ -147,10 +138,7 @@ def _check_names(folder: Path) -> Iterator[str]:
     stored = stored_config(folder)
     if holds_checkpoint(folder) or (stored is not None and {"recipe", "amp"} <= stored.keys()):
         return
-    others: list[str] = []
-    with contextlib.suppress(OSError):
-        others = sorted(name for name in os.listdir(folder) if not _is_left(folder / name))
-    if others:
+    if others := sorted(path.name for path in folder.glob("*") if not _is_left(path)):
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         yield f"holds no run, but {', '.join(others[:3])}{more}; choose a new folder, such as {folder / 'run'}"
 
@@ -160,7 +148,7 @@ def _is_left(path: Path) -> bool:
     if path.name not in OVERWRITTEN:
         return path.name.startswith(".") or not path.is_dir()
     if path.is_dir():
-        return all(entry.name.startswith(".") for entry in path.iterdir())
+        return not any(path.glob("[!.]*"))
     if path.name == "summary.json":
         return status_of(path.parent) == "failed"
     with contextlib.suppress(OSError, ValueError):
@@ -168,26 +156,14 @@ def _is_left(path: Path) -> bool:
     return False
 
 
-def summary_of(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """summary.json; empty when it cannot be read."""
-    return _content_of(Path(run_dir, "summary.json"))
-
-
 def status_of(run_dir: str | os.PathLike[str]) -> str:
     """`status` of summary.json; "unknown" when it cannot be read."""
-    return str(summary_of(run_dir).get("status", "unknown"))
+    return str(content_of(run_dir, "summary.json").get("status", "unknown"))
 
 
 def fresh_run_dir(recipe: str) -> str:
-    """outputs/<recipe>/<date_time>, with a number behind when that is taken."""
-    # Milliseconds, for runs that are started together.
-    stamp = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
-    path = Path("outputs", recipe, stamp)
-    number = 1
-    while path.exists():
-        number += 1
-        path = path.with_name(f"{stamp}_{number}")
-    return str(path)
+    """outputs/<recipe>/<date_time>, with milliseconds, for runs that are started together."""
+    return f"outputs/{recipe}/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S-%f}"[:-3]
 
 
 def sweep_subdir(sweep_dir: str | os.PathLike[str], overrides: list[str]) -> str:
@@ -205,7 +181,7 @@ def sweep_subdir(sweep_dir: str | os.PathLike[str], overrides: list[str]) -> str
 
 def varied(sweep_dir: str | os.PathLike[str], overrides: list[str]) -> list[str]:
     """The overrides of a job that not all jobs of the sweep have; all of them where nothing is varied."""
-    constant = _content_of(Path(sweep_dir, CONSTANT)).get("overrides")
+    constant = content_of(sweep_dir, CONSTANT).get("overrides")
     return [text for text in overrides if not isinstance(constant, list) or text not in constant] or overrides
 
 

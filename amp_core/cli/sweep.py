@@ -34,8 +34,8 @@ from amp_core.cli.run_folders import (
     CONSTANT,
     check_place,
     check_run_dir,
+    content_of,
     status_of,
-    summary_of,
     sweep_subdir,
     varied,
 )
@@ -153,8 +153,7 @@ def _run(planned: compose.Sweep, task: Callable[[Any], Any]) -> int:
     code = asked_to_stop(sweep_dir) or code
     records = [record_of(sweep_dir, job) for job in (planned.jobs if planned.sweeper == "basic" else ())]
     if records:
-        text = table(records, sweep_dir, "" if planned.is_dry else f"{tool('report')} {shlex.quote(str(sweep_dir))}")
-        say(text)
+        say(table(records, sweep_dir, "" if planned.is_dry else f"{tool('report')} {shlex.quote(str(sweep_dir))}"))
     if code in SIGNALS.values():
         say(f"interrupted; the same command with hydra.sweep.dir={sweep_dir} resumes it")
         return code
@@ -162,10 +161,7 @@ def _run(planned: compose.Sweep, task: Callable[[Any], Any]) -> int:
 
 
 def run_job(find: Find, start: Callable[[Job], Any]) -> float | None:
-    """Run the job that Hydra has set: it ends with a record in the sweep's folder and raises for no failure.
-
-    Returns the recipe's best metric, for sweepers that search; None without one.
-    """
+    """Run the job that Hydra has set: it ends with a record, raises for no failure, returns its best metric or None."""
     hydra_config = HydraConfig.get()
     overrides = [str(text) for text in hydra_config.overrides.task]
     sweep_dir = Path(hydra_config.sweep.dir)
@@ -178,7 +174,7 @@ def run_job(find: Find, start: Callable[[Job], Any]) -> float | None:
     signalled = _run_job(record, sweep_dir, launcher in ("joblib", "submitit_local"), find, start)
     record.status = STATUS.get(record.exit_code or 0, "failed")
     record.error = None if record.status == "preempted" else record.error  # a preempted job resumes
-    summary = summary_of(sweep_dir / record.folder)
+    summary = content_of(sweep_dir / record.folder, "summary.json")
     record.seconds = summary.get("seconds") or round(time.monotonic() - started, 1)
     if record.exit_code == 0 and record.value is None and isinstance(results := summary.get("eval"), dict):
         record.value = results.get(str(record.metric))
@@ -220,11 +216,11 @@ def _run_job(record: Record, sweep_dir: Path, apart: bool, find: Find, start: Ca
                 waiting=lambda: say(f"{' '.join(record.overrides)}: waits for a free GPU of {', '.join(devices)}"),
                 given_up=lambda: bool(asked_to_stop(sweep_dir)),
             ) as taken:
-                record.devices = taken.devices
-                environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken.devices)} if taken.devices else {}
+                record.devices = list(taken)
+                environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken)} if taken else {}
                 name = " ".join(varied(sweep_dir, record.overrides)) if apart else ""
                 record.exit_code, record.error = run_apart(
-                    command, sweep_dir, environ=environ, files=taken.files, in_worker=apart, name=name
+                    command, sweep_dir, environ=environ, files=list(taken.values()), in_worker=apart, name=name
                 )
             return 0
         job = check(record.overrides, find)

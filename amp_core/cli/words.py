@@ -9,6 +9,7 @@ HYDRA = {
     "hydra.job.chdir": "paths are relative to where you start, and run_dir= is the output folder; leave it out",
     "hydra.job.name": "a run is named by its folder; use run_dir=runs/mine",
     "hydra.job.env_set": "set variables in the shell, before the command; leave it out",
+    "hydra.sweeper.params": "a key that is swept has its values behind it; use seed=1,2,3",
     "hydra/sweeper/sampler": "is a key of the sweeper; use hydra.sweeper.sampler=tpe",
     "hydra.callbacks": "a callback names a class (_target_), and a config never runs code; leave it out",
     "hydra.searchpath": "your own YAML files are found with the flag --config-dir <folder>; leave it out",

@@ -34,10 +34,7 @@ _SIZES = {
 
 
 def check_data(cfg: DataConfig, kind: str | None = None) -> list[str]:
-    """Problems of the `data` group on this machine, one sentence each.
-
-    `kind` is what the recipe takes, a value of `KINDS`; None: anything.
-    """
+    """Problems of the `data` group on this machine, for a recipe that takes `kind` of `KINDS` (None: anything)."""
     from amp_core.config.options import load_own, own_files  # `amp_core.data` needs none of it
 
     try:
@@ -116,14 +113,13 @@ def of_others(name: str) -> str | None:
 def _check_use(cfg: DataConfig) -> Iterator[str]:
     """Settings that are missing, and those that could not take effect."""
     needs, takes = _DATA_SETS[cfg.name].needs, _DATA_SETS[cfg.name].takes
+    of_kind = ("sampler",) if KINDS[cfg.name] in ("images", "table") else ()
     for key in _MAY_BE_NULL:
         value = getattr(cfg, key)
         if value is None and key in needs and key != "path":  # what is expected there depends on the data set
             pixels = " of pixels, such as 224" if key == "image_size" else ""
             yield f"data.{key}=null: data={cfg.name} needs a number{pixels}"
-        elif key == "sampler" and KINDS[cfg.name] in ("images", "table"):
-            pass
-        elif value is not None and key not in needs + takes:
+        elif value is not None and key not in (*needs, *takes, *of_kind):
             yield f"data.{key}={value}: has no effect, data={cfg.name} has its own; leave it out"
     least, most, expected = _SIZES.get(cfg.name, (0, math.inf, ""))
     if cfg.image_size is not None and not least <= cfg.image_size <= most:
@@ -152,11 +148,12 @@ def _check_augment(cfg: DataConfig) -> Iterator[str]:
 def _look_for_parts(cfg: DataConfig, root: Path) -> Iterator[str]:
     """Stops at the first image of each part, so that a large data set is checked quickly."""
     data_set = _DATA_SETS[cfg.name]
-    if missing := [part for part in data_set.parts if not (root / part).is_dir()]:
-        yield f"has no folder {' and no folder '.join(missing)}; expected {data_set.expected}"
+    is_there = {part: Path.is_file if Path(part).suffix else Path.is_dir for part in data_set.parts}
+    if missing := [part for part, test in is_there.items() if not test(root / part)]:
+        yield f"has no {' and no '.join(missing)}; expected {data_set.expected}"
     elif cfg.name == "mask_folder":
         yield from (problem for part in ("train", "val") for problem in sources.masked_images(root / part)[1])
-    elif cfg.name != "cifar10":
+    elif "train" in data_set.parts:
         yield from _look_for_classes(root)
 
 
@@ -260,11 +257,6 @@ def _look_for_identities(cfg: DataConfig, root: Path) -> Iterator[str]:
         yield f"has {count} folders; expected {_DATA_SETS[cfg.name].expected}"
 
 
-def _look_for_records(cfg: DataConfig, root: Path) -> Iterator[str]:
-    missing = (name for name in ("train.rec", "train.idx") if not (root / name).is_file())
-    return (f"has no file {name}; expected {_DATA_SETS[cfg.name].expected}" for name in missing)
-
-
 def _check_telephone(cfg: DataConfig) -> Iterator[str]:
     yield from _check_options(cfg, "noise", 4.0)
     if cfg.num_samples is not None and cfg.num_samples < 16:
@@ -314,12 +306,15 @@ def _check_table(cfg: DataConfig) -> Iterator[str]:
         yield f"data.options.{next(iter(cfg.options))}: has no effect, data=table has none; leave it out"
     if cfg.sampler and (cfg.window or len(targets_of(cfg)) > 1):
         yield "data.sampler=balanced: needs one target with classes; leave it out"
-    needs_first = not (cfg.options and (cfg.eval_path or cfg.options.get("alone")))
-    for key, path in (("path", cfg.path if needs_first else ""), ("eval_path", cfg.eval_path or "")):
+    paths = {"path": cfg.path, "eval_path": cfg.eval_path}
+    if cfg.options and (cfg.eval_path or cfg.options.get("alone")):
+        del paths["path"]
+    elif not cfg.path:
+        yield "data.path=null: expected a CSV or parquet file, a folder or a glob of such files"
+    for key, path in paths.items():
         if not path:
-            if needs_first and key == "path":
-                yield "data.path=null: expected a CSV or parquet file, a folder or a glob of such files"
-        elif path.startswith("sklearn:"):
+            continue
+        if path.startswith("sklearn:"):
             if (name := path.removeprefix("sklearn:")) not in SHIPPED:
                 yield f"data.{key}={path}: there is no such table. {suggest(name, SHIPPED)}"
             elif sources.package_folder("sklearn") is None:
@@ -350,7 +345,7 @@ class _DataSet:
     look: Callable[[DataConfig, Path], Iterable[str]] = lambda cfg, root: ()
     """Of a path that is there."""
     parts: tuple[str, ...] = ()
-    """Folders that it must have."""
+    """Files and folders that it must have."""
 
 
 _SYNTHETIC = _DataSet(needs=("image_size", "num_samples", "num_classes"))
@@ -359,6 +354,7 @@ _IMAGES = _DataSet(
     ("path", "image_size"), ("exclude", "like"), expected="a folder with train/<class>/* and val/<class>/*",
     kind="folder", look=_look_for_parts, parts=("train", "val"),
 )  # fmt: skip
+_RECORDS = ("train.rec", "train.idx")
 _MASKS = tuple(f"{part}/{kind}" for part in ("train", "val") for kind in ("images", "masks"))
 _FACES = _DataSet(
     ("path", "image_size"), ("eval_path", "exclude"), expected="a folder with one folder per identity", kind="folder",
@@ -403,7 +399,7 @@ _DATA_SETS = {
         "package matplotlib", lambda: len(sources.dejavu_files()) >= 12 and sources.package_folder("fontTools"),
     )),
     "identity_folder": _FACES,
-    "records": replace(_FACES, expected="a folder with train.rec and train.idx", look=_look_for_records),
+    "records": replace(_FACES, expected="a folder with train.rec and train.idx", look=_look_for_parts, parts=_RECORDS),
     "synthetic_identities": _SYNTHETIC,
     "own": _DataSet(),
     "telephone": _DataSet(needs=("num_samples",), takes=("options",), check=_check_telephone),

@@ -51,13 +51,11 @@ class Diverged(RunError):
 class Interrupted(RunError):
     """The run stopped early on purpose, after a checkpoint: a signal (130, 143, 75) or the time limit (75)."""
 
-    def __init__(self, message: str, exit_code: int, by_signal: bool) -> None:
+    # The defaults are for pickle, by the launchers of a sweep: it calls with the message and then sets the rest.
+    def __init__(self, message: str, exit_code: int = 75, by_signal: bool = False) -> None:
         super().__init__(message)
         self.exit_code = exit_code
         self.by_signal = by_signal
-
-    def __reduce__(self) -> tuple[type[Interrupted], tuple[str, int, bool]]:  # pickled by the launchers of a sweep
-        return type(self), (str(self), self.exit_code, self.by_signal)
 
 
 SAME = {ours: words.split() for ours, words in {
@@ -124,11 +122,7 @@ def suggest(word: str, valid: Iterable[str]) -> str:
     if not meant and len(low) > 2 and low not in ("off", "none"):  # a part of a name
         meant = [name for name in names if low in re.split("[_.]", name) or name.startswith(low)]
     hint = f"Did you mean {' or '.join(names[name] for name in meant)}? " if 0 < len(meant) <= 3 else ""
-    if len(names) <= MOST_NAMES:
+    if len(names) <= 40:  # more are not read
         return f"{hint}Valid: {', '.join(names.values())}." if names else hint
     nearest = sorted(names[name] for name in difflib.get_close_matches(low, names, n=12, cutoff=0.0))
     return f"{hint}Valid, of {len(names)} in all: {', '.join(nearest)}, ...."
-
-
-MOST_NAMES = 40
-"""Names that a message lists."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import os
 import re
@@ -18,7 +17,9 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from yaml import SafeLoader
 
 SMALL_FILE = 1 << 20
 """Bytes; a summary has 2 KB, a configuration 5 KB."""
@@ -56,10 +57,7 @@ def why_no_folder(path: Path) -> str | None:
 
 
 def open_file(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file. Anything else raises OSError: no pipe, device or folder is waited for.
-
-    What is opened to be written may not be a link.
-    """
+    """A descriptor of a regular file, to write of no link. OSError: anything else; no pipe or device is waited for."""
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     if flags & (os.O_WRONLY | os.O_RDWR):
         with opened(Path(path).parent) as folder:
@@ -120,29 +118,27 @@ def parse_own_yaml(text: str) -> Any:
 
 def parse_yaml(text: str) -> Any:
     """Plain data of YAML text; nothing is resolved, nothing executed. A damaged text raises the parser's own kinds."""
-    return _loader()(text).get_single_data()
+    return _Loader(text).get_single_data()
 
 
-@functools.cache
-def _loader() -> Any:
+class _Loader(SafeLoader):
     """PyYAML's safe loader, which reads numbers as OmegaConf does, such as 1e-3, and leaves dates as text."""
-    from yaml import SafeLoader
 
-    class Loader(SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
-            if len(set(keys)) < len(keys):
-                twice = Counter(keys).most_common(1)[0][0]
-                raise ValueError(f"found duplicate key {twice}, line {node.start_mark.line + 1}")
-            return super().construct_mapping(node, deep)
-
-    Loader.yaml_implicit_resolvers = {
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
         first: [(tag, expression) for tag, expression in resolvers if not tag.endswith("timestamp")]
         for first, resolvers in SafeLoader.yaml_implicit_resolvers.items()
     }
-    number = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
-    return Loader
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+        if len(set(keys)) < len(keys):
+            twice = Counter(keys).most_common(1)[0][0]
+            raise ValueError(f"found duplicate key {twice}, line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+_NUMBER = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789."))
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

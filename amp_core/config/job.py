@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
+from amp_core.config.parse import parse
 from amp_core.config.schema import Config
 
 
@@ -25,8 +26,6 @@ class Job:
 
     @classmethod
     def loads(cls, text: str) -> Job:
-        from amp_core.config.parse import parse  # in other processes only
-
         values = json.loads(text)
         problems: list[str] = []
         job = cls(**values | {"cfg": parse(Config, values["cfg"], "", problems)})

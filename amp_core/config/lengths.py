@@ -24,9 +24,7 @@ def num_steps(
     """The step at which the run ends, from steps, epochs, samples or the recipe's own length.
 
     Earlier steps, `steps_done` of `samples_done`, may have had another number of samples than `samples_per_step`.
-
-    Raises:
-        ConfigError: there are more than `MOST_STEPS`.
+    ConfigError: there are more than `MOST_STEPS`.
     """
     number, unit = str(cfg.recipe["length"]).split()
     given = f"recipe.length={number} {unit}"

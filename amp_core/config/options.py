@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import os
@@ -57,11 +58,14 @@ def read_option(group: str, option: str) -> dict[str, Any]:
     """The values of an option of a group as plain data, without Hydra. ConfigError: there is no such option."""
     if option not in choices(group):
         raise ConfigError(f"{group}={option}: there is no such option. {suggest(option, choices(group))}")
-    values = parse_yaml(option_file(group, option).read_text())
+    values = copy.deepcopy(_parsed(option_file(group, option).read_text()))
     for base in values.pop("defaults", ()):  # options of the same group that it begins with
         if base != "_self_" and base in choices(group):
             values = read_option(group, base) | values
     return values
+
+
+_parsed = functools.lru_cache(256)(parse_yaml)  # the jobs of a sweep read the same few options
 
 
 def own_files(group: str) -> dict[str, Path]:

@@ -79,12 +79,10 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
             problems.append(f"{dot}{name}: there is no such key. {suggest(dot + name, [dot + f for f in fields])}")
     taken = {}
     for name, expected in fields.items():
-        if name not in values and hasattr(kind, name):  # a default: an option file of an earlier version lacks it
-            taken[name] = getattr(kind, name)
-            continue
-        if name not in values:
-            problems.append(f"{dot}{name}: the key is missing; expected {describe(expected)}")
-            taken[name] = None
+        if name not in values:  # what few options of a group have has a default
+            if not hasattr(kind, name):
+                problems.append(f"{dot}{name}: the key is missing; expected {describe(expected)}")
+            taken[name] = getattr(kind, name, None)
             continue
         value = values[name]
         group = group_of(expected)

@@ -19,8 +19,6 @@ from urllib.parse import unquote
 
 from amp_core.config.files import visible
 
-LEAST = 8
-"""Shorter values are indistinguishable from words."""
 _NAMES = r"api_?key|accountkey|_key|_key_?id|password|passwd|passphrase|credentials?|secret|token|_pat|_pwd|signature"
 _NAME = re.compile(rf"({_NAMES}|(^|[_.+~-]|ssh)(key|pass|auth|cookie|webhook(_url)?|sig|sas))_?\d*$", re.IGNORECASE)
 """Names of variables and settings whose values are secret."""
@@ -68,15 +66,6 @@ def shown(text: str) -> str:
     return re.sub(r"(\S{200})\S{200,}", r"\1...", visible(redact(text)))
 
 
-def refuse_secret(override: str) -> str | None:
-    """What is wrong with an override that holds a key or a password, without it; None when there is none."""
-    key, equals, _ = (without := redact(override)).partition("=")
-    if without == override and not (equals and _NAME.search(key)):
-        return None
-    how = "expected it in the environment (WANDB_API_KEY) or in ~/.netrc"
-    return f"{key}: holds a key or a password, and settings are recorded; {how}"
-
-
 def secrets_in(values: Any) -> Iterator[str]:
     """The keys of a nested configuration whose values hold a secret, such as one taken from the environment."""
     lines = {path: f"{key}={'' if isinstance(v, dict | list) else v}" for path, key, v in items_of(values)}
@@ -100,7 +89,7 @@ def known_secrets() -> set[str]:
     found -= {value for value in found if value[:1] in ("/", "~") and os.path.exists(os.path.expanduser(value))}
     found |= {login[1] for value in os.environ.values() if (login := re.match(r"[\w+.-]+://[^/\s:@]*:(\S*)@", value))}
     found |= {password for _, password in netrc_logins()} | {wandb_settings().get("api_key", "")}
-    return {value for value in found if len(value) >= LEAST}
+    return {value for value in found if len(value) >= 8}  # shorter ones are indistinguishable from words
 
 
 @functools.lru_cache(maxsize=8)

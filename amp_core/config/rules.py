@@ -12,7 +12,7 @@ from typing import Any
 from amp_core.config.errors import ConfigError, suggest
 from amp_core.config.lengths import MOST_STEPS, is_length
 from amp_core.config.options import choices, read_option
-from amp_core.config.parse import parse, show_value
+from amp_core.config.parse import group_of, hints_of, parse, show_value
 from amp_core.config.schema import ONE_PROCESS, SHARDED, WHOLE_MATRICES, AmpConfig, Config, scale_cap
 
 SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale", "max_scale_per_sample")
@@ -139,6 +139,10 @@ _OWNERS = {
 """Keys of a group, the option in which they have an effect, and what they need to be there; None: nothing."""
 
 
+_THREADS = ("model_parallel", "data_parallel")
+"""Layouts that compute in threads of one process."""
+
+
 def _check_owners(cfg: Config) -> Iterator[str]:
     for path, (owner, needed) in _OWNERS.items():
         group, _, key = path.partition(".")
@@ -153,12 +157,12 @@ def _check_owners(cfg: Config) -> Iterator[str]:
 
 def _check_layout(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
-    if layout.name in ("model_parallel", "data_parallel") and cfg.amp.update is not None:
+    if layout.name in _THREADS and cfg.amp.update is not None:
         yield f"layout={layout.name}: 16-bit weights (amp={cfg.amp.name}) need one device per process"
     nodes = layout.nodes
     if nodes is None:
         yield f'layout.nnodes={layout.nnodes}: expected a number such as 2, or "1:2" for between 1 and 2'
-    if cfg.perf.compile is not None and layout.name in ("model_parallel", "data_parallel"):
+    if cfg.perf.compile is not None and layout.name in _THREADS:
         yield (
             f"perf.compile={cfg.perf.compile}: layout={layout.name} computes in threads, which would share compiled "
             f"code; use null, or layout=ddp"
@@ -217,9 +221,17 @@ def _check_run(cfg: Config) -> Iterator[str]:
     given = [f"{key}={getattr(cfg, key):g}" for key in ("steps", "epochs", "samples") if getattr(cfg, key) is not None]
     if len(given) > 1:
         yield f"{' and '.join(given)}: expected at most one of steps, epochs, samples; leave one"
-    if cfg.perf.recast_weights and (cfg.perf.compile is not None or cfg.perf.graph):
-        other = "graph=true" if cfg.perf.graph else f"compile={cfg.perf.compile}"
-        yield f"perf.recast_weights=true: needs eager code and cannot be combined with perf.{other}"
+    if cfg.perf.recast_weights:
+        amp, layout, eager = cfg.amp, cfg.layout.name, "needs eager code and cannot be combined with perf"
+        why_not = {
+            f"{eager}.graph=true": cfg.perf.graph,
+            f"{eager}.compile={cfg.perf.compile}": cfg.perf.compile is not None,
+            f"amp={amp.name} makes no 16-bit copies of weights; use amp=bf16, or leave it out": amp.dtype == "float32",
+            f"layout={layout} gathers weights in 16 bits and keeps no copies; leave it out": layout in SHARDED,
+            f"layout={layout} computes in several threads; use layout=single or ddp": layout in _THREADS,
+            f"perf={cfg.perf.name} controls what the backward pass keeps; use perf=default": cfg.perf.name != "default",
+        }
+        yield from [f"perf.recast_weights=true: {reason}" for reason, holds in why_not.items() if holds][:1]
     if cfg.amp.retry and cfg.perf.graph:
         yield f"amp.retry={cfg.amp.retry}: reads each step's outcome, which perf.graph=true cannot; use one of them"
     if cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
@@ -243,8 +255,6 @@ def _check_run(cfg: Config) -> Iterator[str]:
             "optimizer.state_dtype=bfloat16: layout.shard_optimizer=true promises bit-identical steps, "
             "and stochastic rounding depends on a weight's position in memory; use one of them"
         )
-    if cfg.perf.recast_weights:
-        yield from _without_copies(cfg)
     if (inject := cfg.debug.inject) is not None and cfg.layout.name in ONE_PROCESS and (inject.rank or 0) > 0:
         yield f"debug.inject.rank={inject.rank}: layout={cfg.layout.name} has only rank 0"
     if cfg.origin is not None and not Path(cfg.origin).exists():
@@ -258,22 +268,18 @@ def _check_run(cfg: Config) -> Iterator[str]:
     reads = cfg.task in ("evaluate", "predict", "export") and not has_weights
     if reads and cfg.resume == "never":
         yield f"task={cfg.task}: needs a checkpoint, but resume=never; use resume=<run folder> or run_dir="
-    if reads and cfg.run_dir is None and cfg.resume in ("auto", "last"):
+    if reads and not (cfg.run_dir or "").strip() and cfg.resume in ("auto", "last"):
         yield f"task={cfg.task}: needs weights; use run_dir=<run folder>, resume=<checkpoint> or model.weights=<file>"
     elif reads and cfg.run_dir and cfg.resume == "auto" and not Path(cfg.run_dir).exists():
         yield f"run_dir={cfg.run_dir}: there is no such file or folder; expected the folder of a run"
+    on, is_table = Path(cfg.predict_on or ""), cfg.data.name == "table"
     if cfg.predict_on is not None and cfg.task != "predict":
         yield f"predict_on={cfg.predict_on}: has no effect with task={cfg.task}; use task=predict"
-    elif cfg.predict_on is not None and cfg.data.name == "table":
-        yield from () if Path(cfg.predict_on).exists() else [f"predict_on={cfg.predict_on}: there is no such table"]
-    elif cfg.predict_on is not None and not (
-        Path(cfg.predict_on).is_dir() or (cfg.predict_on.endswith(".jsonl") and Path(cfg.predict_on).is_file())
-    ):
-        yield f"predict_on={cfg.predict_on}: there is no such folder; expected one with images, or prompts.jsonl"
+    elif cfg.predict_on is not None and not (on.is_dir() or (on.is_file() and (is_table or on.suffix == ".jsonl"))):
+        what = "table" if is_table else "folder; expected one with images, or prompts.jsonl"
+        yield f"predict_on={cfg.predict_on}: there is no such {what}"
     if not reads or cfg.run_dir is None or Path(cfg.run_dir).exists():  # otherwise the settings are not the run's
         yield from _check_export(cfg)
-    if cfg.run_dir is not None and not cfg.run_dir.strip():
-        yield "run_dir='': expected a folder"
 
 
 _FILES = ("onnx", "pt2", "safetensors")
@@ -283,10 +289,9 @@ _FILES = ("onnx", "pt2", "safetensors")
 def _check_export(cfg: Config) -> Iterator[str]:
     to, name = cfg.export.to, cfg.model.name
     if cfg.task != "export":
-        given = {f"export.{key}": value for key, value in vars(cfg.export).items() if value is not None}
-        yield from (
-            f"{key}={value}: has no effect with task={cfg.task}; use task=export" for key, value in given.items()
-        )
+        for key, value in vars(cfg.export).items():
+            if value is not None:
+                yield f"export.{key}={value}: has no effect with task={cfg.task}; use task=export"
         return
     if to is None:
         yield "export.to=null: task=export needs a format: onnx, pt2, safetensors, hf or peft"
@@ -308,43 +313,14 @@ def place_of(cfg: Config) -> str:
     return cfg.export.path or os.path.join(cfg.run_dir or "", "export", name)
 
 
-def _without_copies(cfg: Config) -> list[str]:
-    """Why there are no 16-bit copies of weights to recast."""
-    if cfg.amp.dtype == "float32":
-        reason = f"amp={cfg.amp.name} makes no 16-bit copies of weights; use amp=bf16, or leave it out"
-    elif cfg.layout.name in SHARDED:
-        reason = f"layout={cfg.layout.name} gathers weights in 16 bits and keeps no copies; leave it out"
-    elif cfg.layout.name in ("model_parallel", "data_parallel"):
-        reason = f"layout={cfg.layout.name} computes in several threads; use layout=single or ddp"
-    elif cfg.perf.name != "default":
-        reason = f"perf={cfg.perf.name} controls what the backward pass keeps; use perf=default"
-    else:
-        return []
-    return [f"perf.recast_weights=true: {reason}"]
-
-
-def _check_inject_value(values: Any) -> Any:
-    """`value: inf` in YAML is text; the float is meant."""
-    inject = values.get("debug", {}).get("inject") if isinstance(values.get("debug"), Mapping) else None
-    if isinstance(inject, dict):
-        inject.setdefault("rank", 0)
-        inject.setdefault("value", "inf")
-        if isinstance(inject["value"], str) and inject["value"].lower() in ("inf", "-inf", "nan", "+inf"):
-            inject["value"] = float(inject["value"])
-    return values
-
-
 def key_of(problem: str) -> str:
     return re.split(r"[=:]", problem, maxsplit=1)[0]
 
 
 def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
-    """The typed configuration, every problem with it, and the top-level keys that do not have their type.
-
-    Where a value does not fit its type the configuration holds null.
-    """
+    """The typed configuration, null where a type does not fit; all problems; top-level keys whose type is wrong."""
     problems: list[str] = []
-    cfg = parse(Config, _check_inject_value(dict(values)), "", problems)
+    cfg = parse(Config, values, "", problems)
     if not isinstance(cfg.recipe, dict) or not isinstance(cfg.recipe.get("name"), str):
         problems.append(f"recipe={show_value(cfg.recipe)}: {suggest(str(cfg.recipe), choices('recipe'))}")
     elif "length" in cfg.recipe and not is_length(cfg.recipe["length"]):
@@ -356,8 +332,7 @@ def validate(values: Mapping[str, Any]) -> tuple[Config, list[str], set[str]]:
     reported = {key_of(problem) for problem in problems}
     broken = {key.split(".")[0] for key in reported}
     found: list[str] = []
-    groups = (cfg.amp, cfg.clip, cfg.layout, cfg.model, cfg.data, cfg.optimizer, cfg.schedule, cfg.ema, cfg.log)
-    if None not in (*groups, cfg.eval, cfg.export, cfg.perf, cfg.checkpoint, cfg.doctor, cfg.debug):
+    if None not in [getattr(cfg, key) for key, hint in hints_of(Config).items() if group_of(hint)]:
         found += [*_check_amp(cfg.amp), *_check_owners(cfg), *_check_layout(cfg), *_check_run(cfg)]
     told = {key_of(problem) for problem in found}
     found += [problem for problem in _check_ranges(flatten(cfg.to_dict())) if key_of(problem) not in told]
@@ -418,13 +393,16 @@ def warnings_of(cfg: Config, given: Iterable[str] = ()) -> list[str]:
 
 # --- may a run resume with other settings? ----------------------------------------------------------------------------
 
-MAY_CHANGE = {
-    "log", "layout", "device", "amp", "doctor", "perf", "checkpoint", "debug", "task", "predict_on", "export",
-    "dry_run",
-    "save_every", "eval_every", "eval", "log_every", "steps", "epochs", "samples", "max_minutes", "run_dir", "resume",
-    "allow_changes", "accumulation", "batch_size", "data.num_workers", "data.timeout_minutes", "data.path",
-    "model.weights", "model.fresh", "model.rename", "optimizer.fused", "recipe.length", "recipe.eval_offset",
-    "recipe.loss_chunk", "recipe.sample_bytes", "recipe.prompt", "recipe.sample_tokens", "recipe.temperature",
+HERE = {
+    "task", "predict_on", "export", "run_dir", "resume", "allow_changes", "dry_run", "device", "layout", "log", "perf",
+    "checkpoint", "doctor", "debug", "save_every", "eval_every", "log_every", "max_minutes", "eval.at_start",
+    "data.num_workers", "data.timeout_minutes", "data.prepare_on", "data.check",
+}  # fmt: skip
+"""Settings that belong to a command and its machine. An evaluation or a prediction takes all others from its run."""
+MAY_CHANGE = HERE - {"data.prepare_on", "data.check"} | {
+    "amp", "eval", "steps", "epochs", "samples", "accumulation", "batch_size", "data.path", "optimizer.fused",
+    "model.weights", "model.fresh", "model.rename", "recipe.length", "recipe.eval_offset", "recipe.loss_chunk",
+    "recipe.sample_bytes", "recipe.prompt", "recipe.sample_tokens", "recipe.temperature",
 }  # fmt: skip
 """Settings that a resumed run may change freely. `accumulation` and `batch_size` are held together by the samples per
 step, which the resume checks by itself; `fused` and `loss_chunk` change rounding only."""

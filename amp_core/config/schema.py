@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,8 +61,7 @@ class AmpConfig:
     consecutive_hysteresis: bool | None
     """A step without overflow resets that count, as in DeepSpeed."""
     retry: int | None
-    """How often a window that overflowed is computed again at a smaller scale before it is skipped. Each step waits for
-    the device."""
+    """How often a window that overflowed reruns at a smaller scale before it is skipped; steps wait for the device."""
     skip_above: float | None
     """Skip steps whose loss or gradient norm is above this times its running median (of 64 steps, from the 17th on).
     The loss scale stays. null: off."""
@@ -151,7 +151,7 @@ SHARDED = ("fsdp", "hsdp")
 @dataclass(frozen=True)
 class ModelConfig:
     name: str
-    """One of our own, or for classification any classification model of `torchvision.models`."""
+    """One of our own, any classification model of `torchvision.models`, or with model=timm, model=hf one of these."""
     options: dict[str, Any]
     """Keyword arguments of the model's constructor, such as `dropout`."""
     weights: str | None
@@ -228,8 +228,7 @@ class DataConfig:
     erasing: float | None = None
     """Probability that a rectangle of a training image is erased."""
     like: str | None = None
-    """Image files: `timm:<name>`: evaluation crop, interpolation and statistics of that network of timm; null: those of
-    torchvision's networks."""
+    """Image files: `timm:<name>`: crop, interpolation and statistics of that network of timm; null: torchvision's."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +243,7 @@ class OptimizerConfig:
     fused: bool | None
     """null: fused if torch supports it; a fused step has no host-device sync."""
     state_dtype: Literal["float32", "bfloat16"]
-    """Dtype of Adam's and AdamW's moments between steps; bfloat16 is stochastically rounded, and halves their
-    memory."""
+    """Dtype of Adam's and AdamW's moments between steps; bfloat16, half the memory, is stochastically rounded."""
     options: dict[str, Any]
     """Further keyword arguments of the class, such as `momentum` or `betas`."""
     package: str | None = None
@@ -287,8 +285,7 @@ class EvalConfig:
     samples: int | None
     """Evaluate at most this many samples, evenly spread over the evaluation data; null: all of them."""
     at_start: bool
-    """Evaluate before the first step, too: what a run began with is step 0 of metrics.jsonl and `eval_at_start` of
-    summary.json."""
+    """Evaluate before the first step, too: step 0 of metrics.jsonl, and `eval_at_start` of summary.json."""
 
 
 @dataclass(frozen=True)
@@ -339,8 +336,7 @@ class PerfConfig:
     checkpoint_activations: bool
     """Activation checkpointing: save only the inputs of blocks, and recompute each block in the backward pass."""
     recast_weights: bool
-    """Weight-cast recompute: cast weights again in the backward pass instead of saving 16-bit copies, 2 bytes per
-    weight."""
+    """Cast weights again in the backward pass instead of saving 16-bit copies: 2 bytes per weight less."""
     compile: Literal["blocks", "network"] | None
     """torch.compile each kind of block (the whole network if it has none), or the network as one."""
     backend: str
@@ -368,8 +364,7 @@ class DoctorConfig:
     """What to do about steps that should not be skipped."""
 
     name: Literal["off", "watch", "heal"]
-    """watch: find the operation that makes the window non-finite, and report it; heal: also fix it with fp32
-    islands."""
+    """watch: report the operation that makes a window non-finite; heal: also fix it with fp32 islands."""
     after_skips: int
     """Skipped steps in a row before the doctor acts, in modes with a loss scale; without one it acts at the first."""
     max_reports: int
@@ -386,9 +381,9 @@ class InjectConfig:
     """The input, the first layer's output, a gradient; `drop` discards the window."""
     step: int
     """The step, counted from 1 as in metrics.jsonl."""
-    rank: int
+    rank: int = 0
     """The rank; `drop` applies to all."""
-    value: float
+    value: float = math.inf
     """The injected value: inf, -inf, nan or a number."""
 
 

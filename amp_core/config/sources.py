@@ -28,16 +28,12 @@ def package_folder(name: str) -> Path | None:
     return folder if folder is not None and folder.is_dir() else None
 
 
-_MOST_NAMES = 1 << 28
-"""Bytes of a list of names."""
-
-
 def excluded_names(path: str) -> set[str]:
     """The names in a list: one a line up to a tab, in JSON where they begin with a quote; lines with # are comments.
 
     Raises OSError, and ValueError: it is too long, or damaged.
     """
-    lines = os.fsdecode(read_bytes(Path(path).expanduser(), _MOST_NAMES)).splitlines()
+    lines = os.fsdecode(read_bytes(Path(path).expanduser(), 1 << 28)).splitlines()
     names = (line.split("\t")[0].strip() for line in lines if line.strip() and not line.startswith("#"))
     return {str(json.loads(name)) if name.startswith('"') else name for name in names}
 
@@ -69,7 +65,7 @@ def class_names(folder: Path) -> list[str]:
 
 
 Skipped = dict[str, tuple[int, str]]
-"""By ending how many files are no images by their names, and one of them; hidden ones do not count."""
+"""By ending how many files are no images by their names, and one of them, added up; hidden ones do not count."""
 
 
 def is_image(folder: str, name: str, skipped: Skipped | None) -> bool:
@@ -90,10 +86,7 @@ def skipped_note(root: str | os.PathLike[str], skipped: Skipped) -> list[str]:
 
 
 def images_below(folder: str | os.PathLike[str], skipped: Skipped | None = None) -> Iterator[str]:
-    """Paths of the images in a folder and below, also behind links. Each folder once, so that loops of links end.
-
-    Other files are added to `skipped`.
-    """
+    """Paths of the images in a folder and below, also behind links. Each folder once, so that loops of links end."""
     seen: set[tuple[int, int]] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
         about = os.stat(place)
@@ -106,10 +99,7 @@ def images_below(folder: str | os.PathLike[str], skipped: Skipped | None = None)
 
 
 def masked_images(folder: Path, skipped: Skipped | None = None) -> tuple[list[tuple[str, str]], list[str]]:
-    """(paths of image and mask, sorted by name; problems) of a folder with images/ and, by the same names, masks/.
-
-    Endings may differ. Other files are added to `skipped`.
-    """
+    """(paths of image and mask by name, problems) of a folder with images/ and, whatever their endings, masks/."""
     found, problems = [], []
     for part in ("images", "masks"):
         with os.scandir(folder / part) as entries:

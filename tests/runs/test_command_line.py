@@ -22,7 +22,7 @@ from tiers import rows
 import amp_core
 import train
 from amp_core.cli import compose, sweep
-from amp_core.cli.job import check_values
+from amp_core.cli.job import check
 from amp_core.cli.overrides import check_overrides, groups, typed_keys
 from amp_core.config.errors import ConfigError
 from amp_core.config.options import choices
@@ -458,7 +458,7 @@ def test_null_in_place_of_any_value_is_taken_or_reported():
         if group.get(leaf) is not None:
             group[leaf] = None
             with contextlib.suppress(ConfigError):
-                check_values(given, [], find)
+                check([], find, values=given)
 
 
 DAMAGES = [*"=:@+~'\"\\\0\n\t ,.[]{}$é", "==", "++"]

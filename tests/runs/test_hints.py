@@ -118,7 +118,8 @@ HYDRA = ["~clip", "~schedule", "~doctor", "~log", "~steps", "~ema.decay", "~data
 HYDRA += ["hydra.job.chdir=true", "hydra.job.name=mine", "hydra.output_subdir=null"]
 HYDRA += ["hydra.sweep.subdir=x", "hydra.sweep.dir=x", "hydra.verbose=true", "hydra/job_logging=disabled"]
 HYDRA += ["hydra/hydra_logging=colorlog", "hydra.callbacks.a=1", "+hydra.callbacks.a.b=1", "hydra.mode=MULTIRUN2"]
-HYDRA += ["seed=1,2", "amp=fp16,bf16", "experiment=tune", "+experiment=tune_scale", "+hydra.sweeper.params.seed=1,2"]
+HYDRA += ["seed=1,2", "amp=fp16,bf16", "experiment=tune", "+experiment=tune_scale"]
+HYDRA += ["-m hydra.sweeper.params.seed=1,2 amp=bf16", "-m hydra.sweeper.params={seed:'1,2'}"]
 HYDRA += ["-m seed=1,2 run_dir=x", "-m seed=1,2 hydra.run.dir=x", "-m optimizer.lr=interval(0.001,0.1)", "-m seeds=1,2"]
 HYDRA += ["-m seed=1,2 hydra/launcher=joblibb", "-m seed=1,2 hydra/launcher=joblib hydra.launcher.njobs=2"]
 HYDRA += ["hydra.job.env_set.A=1", "hydra.job.env_set.OMP_NUM_THREADS=1", "-m hydra.launcher=joblib seed=1,2"]
@@ -162,7 +163,7 @@ WORKS = [
     "-m +amp=fp16,fp32", "-m seed=sort(3,1,2)", "-m seed=sort(1,2,reverse=true)", "-m seed=shuffle(1,2,3)",
     "-m seed=shuffle(range(1,4))", "-m optimizer.lr=tag(log,choice(0.1,0.2))", "-m log.wandb_tags=[a],[b]",
     "-m ema={decay:0.9,warmup:true},{decay:null,warmup:true}", "-m model.options.width=8,16", "-m model=cnn,mlp seed=1,2",
-    "-m hydra.sweeper.params={seed:'1,2'}", "-m +hydra.sweeper.params.seed=1,2", "-m hydra.sweeper.max_batch_size=2 seed=1,2",
+    "-m hydra.sweeper.max_batch_size=2 seed=1,2",
     "-m hydra/launcher=joblib hydra.launcher.n_jobs=2 seed=1,2", "-m +hydra/launcher=joblib seed=1,2", "-m experiment=tune",
     "-m hydra/sweeper=optuna hydra.sweeper.num_trials=3 optimizer.lr=interval(0.001,0.1)", "-m +experiment=default_gan",
     "-m hydra/sweeper=optuna batch_size=int(interval(8,32)) amp=glob(fp*)", "-m hydra.sweep.dir=x/${now:%H} seed=1,2",
@@ -184,7 +185,7 @@ SENTENCES = {
     "+hydra.callbacks.a._target_=os.system": "a config never runs code",
     "hydra/callbacks=x": "a callback names a class",
     "hydra.searchpath=[x]": "--config-dir <folder>",
-    "-m hydra.sweeper.params=3": "Cannot assign int",
+    "-m hydra.sweeper.params=3": "use seed=1,2,3",
     "-m seed=interval(1,3)": "use hydra/sweeper=optuna",
     "-m experiment=default_gan,default_contrastive": "start one after the other",
     "-m hydra.launcher.n_jobs=1,2 seed=1,2": "expected one value",

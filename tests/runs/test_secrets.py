@@ -97,7 +97,6 @@ def test_a_secret_in_a_setting_is_refused_unseen(entrance, monkeypatch, capfd):
 def test_without_the_check_the_key_is_in_the_run_folder(monkeypatch):
     """What the test above would find."""
     monkeypatch.setattr(redact_module, "redact", lambda text: text)
-    monkeypatch.setattr("amp_core.cli.overrides.refuse_secret", lambda text: None)
     monkeypatch.setattr("amp_core.cli.compose.secrets_in", lambda *_: [])
     monkeypatch.setattr("amp_core.cli.run_folders.holds_secret", lambda text: False)
     assert train.main([*SMALL, "steps=2", f"log.wandb_project={VALUE_OF['GitHub']}", "run_dir=run"]) == 0

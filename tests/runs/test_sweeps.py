@@ -23,7 +23,7 @@ from small import RUN
 
 import train
 from amp_core.cli import compose, sweep
-from amp_core.cli.job import check_values
+from amp_core.cli.job import check
 from amp_core.cli.lease import lease, visible_devices
 from amp_core.cli.run_folders import sweep_subdir
 from amp_core.config.errors import ConfigError
@@ -40,14 +40,14 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 HOLD = """
 import subprocess, sys, time
 from pathlib import Path
-from amp_core.cli.job import check_values
+from amp_core.cli.job import check
 from amp_core.cli.lease import lease
 name, count, devices = sys.argv[1], int(sys.argv[2]), sys.argv[3].split(",")
 with lease(count, devices, Path("leases"), waiting=lambda: Path(name + ".waits").touch()) as taken:
     child = None
     if "child" in name:  # a job that outlives who started it
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=taken.files)
-    Path(name).write_text(",".join(taken.devices) + " " + str(child.pid if child else 0))
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=taken.values())
+    Path(name).write_text(",".join(taken) + " " + str(child.pid if child else 0))
     time.sleep(60)
 """
 
@@ -97,7 +97,7 @@ def test_a_lease_asks_for_no_more_than_there_is_and_can_be_given_up(tmp_path):
     with pytest.raises(ValueError, match="3 devices asked for, and there are 2"), lease(3, ["0", "1"], tmp_path):
         pass
     with lease(2, ["0", "1"], tmp_path) as taken:
-        assert taken.devices == ["0", "1"]
+        assert list(taken) == ["0", "1"]
         with pytest.raises(InterruptedError), lease(1, ["0", "1"], tmp_path, given_up=lambda: True):
             pass
     with lease(2, ["0", "1"], tmp_path):
@@ -350,12 +350,12 @@ def test_an_experiment_names_its_command_and_composes():
         values = compose.compose([f"experiment={path.stem}"], to_show=True)
         is_lost = str(values["data"]["path"]).startswith("statsmodels:") and not find_spec("statsmodels")
         if values["data"]["name"] not in ("imagenet", "chat", "text") and not is_lost:
-            check_values(values, [], find)
+            check([], find, values=values)
             continue
         # Data that nobody ships, or of a package that is not installed.
         said = r"data\.path=\S*: needs the package statsmodels" if is_lost else r"data\.path=null: "
         with pytest.raises(ConfigError, match=rf"(?m)^{said}[^\n]*$"):
-            check_values(values, [], find)
+            check([], find, values=values)
 
 
 def test_a_sweep_into_the_folder_of_a_run_is_refused(tmp_path, capsys):

@@ -347,10 +347,10 @@ def test_folders_that_cannot_work_are_found(tmp_path: Path) -> None:
         assert found.startswith(f"data.path={tmp_path}: ")
         return found.removeprefix(f"data.path={tmp_path}: ")
 
-    assert problem("cifar10").startswith("has no folder cifar-10-batches-py")
-    assert problem("image_folder").startswith("has no folder train and no folder val; expected")
+    assert problem("cifar10").startswith("has no cifar-10-batches-py")
+    assert problem("image_folder").startswith("has no train and no val; expected")
     (tmp_path / "val/a").mkdir(parents=True)
-    assert problem("image_folder").startswith("has no folder train; expected")
+    assert problem("image_folder").startswith("has no train; expected")
     (tmp_path / "val/a/1.png").touch()
     (tmp_path / "train").mkdir()
     (tmp_path / "train/1.png").touch()

@@ -12,16 +12,17 @@ import pytest
 from amp_core.cli import command
 
 ROOT = Path(__file__).resolve().parents[2]
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def settled(monkeypatch, *, imported: bool, **environ: str) -> dict[str, str]:
-    for name in command._WAITING:
+    for name in WAITING:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "modules", {name: m for name, m in sys.modules.items() if imported or name != "torch"})
     command.limit_spinning()
-    return {name: os.environ[name] for name in command._WAITING if name in os.environ}
+    return {name: os.environ[name] for name in WAITING if name in os.environ}
 
 
 def test_threads_sleep_unless_the_environment_says_otherwise(monkeypatch):
@@ -47,6 +48,6 @@ def test_the_program_sets_it_before_torch_is_imported(tmp_path):
         "import train\n"
         "train.main(['steps=1', 'run_dir=r'])\n"
     )
-    environ = {name: value for name, value in os.environ.items() if name not in command._WAITING}
+    environ = {name: value for name, value in os.environ.items() if name not in WAITING}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.stdout == "spins: 3000\n", done.stderr
