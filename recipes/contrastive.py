@@ -86,8 +86,10 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     clip = Clip.of(cfg.clip)
 
     def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
+        # Steps 1 and 2 of gradient caching: all embeddings without a graph, and the gradient of each.
         embeddings = embed_window(amp, model, window)
         loss, gradients = cached_gradients(env, embeddings, knobs.temperature)
+        # Step 3. No micro.weight: the gradients are of the one loss over the windows of all ranks.
         for micro, gradient in zip(window, gradients, strict=True):
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
@@ -157,6 +159,7 @@ def rehearsal(net: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore running statistics and random state after forward passes. No host-device sync."""
     buffers = list(net.buffers())
     kept = [buffer.clone() for buffer in buffers]
+    # Put back, the generator draws the same dropout masks in the second pass.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     for buffer, value in zip(buffers, kept, strict=True):
@@ -179,8 +182,10 @@ def cached_gradients(env: Environment, embeddings: Tensor, temperature: float) -
     everywhere[env.rank] = embeddings
     env.sum_over_ranks(everywhere).requires_grad_()
     views = everywhere.unflatten(2, (2, -1)).movedim(2, 0)
+    # Both views of all images, of all micro-batches and ranks: [2, ranks * M * B, D].
     loss = info_nce(views.flatten(1, 3), temperature)
     (gradients,) = torch.autograd.grad(loss, everywhere)
+    # Each rank keeps its own rows: the reduction over ranks sums what they bring, to the whole gradient.
     return loss.detach(), gradients[env.rank]
 
 
@@ -193,6 +198,7 @@ def info_nce(embeddings: Tensor, temperature: float) -> Tensor:
     """
     z = F.normalize(embeddings.flatten(0, 1), dim=1)
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    # Equation 1 of SimCLR. Without itself, whose cosine of 1 would be the largest in every row.
     logits = (z @ z.T / temperature).masked_fill(itself, -torch.inf)
     # Views are stacked: that of row n is row n + N, modulo 2 N.
     other_view = torch.arange(len(z), device=z.device).roll(len(z) // 2)

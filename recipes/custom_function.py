@@ -130,12 +130,14 @@ class Product(Function):
     @on_its_device(custom_fwd)
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        # Saved in the dtypes they came in, weights in fp32: the products cast them, here and in the backward pass.
         return x.mm(weight.t())
 
     @staticmethod
     @on_its_device(custom_bwd)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
+        # y = x W^T: dL/dx = g W and dL/dW = g^T x, cast by the autocast that `custom_bwd` restores.
         return grad.mm(weight), grad.t().mm(x)
 
 
@@ -145,8 +147,10 @@ class RowNorm(Function):
     @staticmethod
     @on_its_device(custom_fwd, cast_inputs=torch.float32)
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        # eps is inside of the root: a row of zeros gives 0, not 0 / 0.
         inverse = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
         y = x * inverse
+        # The derivative needs y and 1 / norm alone, so x is not kept.
         ctx.save_for_backward(y, inverse)
         return y
 
@@ -168,6 +172,7 @@ class SquaredDistance(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, centres: Tensor) -> Tensor:
         ctx.save_for_backward(x, centres)
+        # |x|^2 - 2 x c + |c|^2, one product instead of [B, K, N] differences. It cancels where x is near c: fp32.
         return x.square().sum(1, keepdim=True) - 2 * x.mm(centres.t()) + centres.square().sum(1)
 
     @staticmethod
@@ -224,6 +229,7 @@ class Prototypes(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = Product.apply(x, self.weight) if self.custom else F.linear(x, self.weight)
         distance = squared_distance if self.custom else plain_distance
+        # A mean over features, so that the size of the logits does not depend on their number.
         return -distance(x, self.centres) / self.centres.shape[1]
 
 

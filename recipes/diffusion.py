@@ -84,15 +84,18 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     clip = Clip.of(cfg.clip)
 
     def level(normal: Tensor) -> Tensor:  # of noise, from a standard normal number
+        # ln(sigma) is normal; the defaults are the -1.2 and 1.2 of table 1.
         return (knobs.log_sigma_mean + knobs.log_sigma_std * normal).exp()
 
     def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
+        # By seed and step for the whole window: a sample gets the same noise however the window is divided.
         noises, normals = loop.draw(torch.randn, *shape), loop.draw(torch.randn, stream=1)
         for micro, noise, normal in zip(window, noises, normals, strict=True):
             images, _ = micro.batch
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
+                    # The loader normalises images to a deviation of about 1; the formulas are for SIGMA_DATA.
                     loss = weighted_losses(model, SIGMA_DATA * images, noise, level(normal)).mean()
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
@@ -143,6 +146,7 @@ def denoise(net: nn.Module, x: Tensor, sigma: Tensor) -> Tensor:
     variance = s.square() + SIGMA_DATA**2
     # Table 1 of the paper: input and target of the network have variance 1, and c_out is as small as can be.
     c_in, c_skip, c_out = variance.rsqrt(), SIGMA_DATA**2 / variance, s * SIGMA_DATA * variance.rsqrt()
+    # Added in fp32: bf16 numbers from 1 to 2 are 2^-7 = 0.008 apart, the lowest noise is 0.002.
     return c_skip * x + c_out * net(c_in * x, sigma.log() / 4).to(x)
 
 
@@ -171,6 +175,7 @@ def sample(net: nn.Module, amp: Amp, noise: Tensor, num_steps: int) -> Tensor:
         with amp.autocast():
             return (x - denoise(net, x, x.new_full((len(x),), sigma))) / sigma
 
+    # At sigma = 80 the image, of deviation 0.5, does not show: x is noise alone.
     x = noise * levels[0]
     for sigma, following in itertools.pairwise([*levels, 0.0]):
         # A trapezoid from here to an Euler step's end; the last level is 0, where the slope is not defined.
@@ -220,6 +225,7 @@ class Denoiser(nn.Module):
         self.blocks = nn.ModuleList(map(Block, (width, 2 * width, 2 * width, width)))
         self.up = nn.Conv2d(2 * width, width, 1)
         self.head = nn.Conv2d(width, 4 * image_shape[0], 3, padding=1, bias=False)
+        # An output of 0 is the mean of the target, whose variance is 1: every level begins with a loss of 1.
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor, c_noise: Tensor) -> Tensor:
@@ -227,6 +233,7 @@ class Denoiser(nn.Module):
         skip = self.blocks[0](self.stem(x), level)
         low = self.blocks[2](self.blocks[1](self.down(skip), level), level)
         y = self.blocks[3](skip + F.interpolate(self.up(low), size=skip.shape[-2:], mode="nearest"), level)
+        # Strides round up, so an odd side comes out one pixel longer.
         return F.pixel_shuffle(self.head(F.silu(y)), 2)[..., : x.shape[-2], : x.shape[-1]]
 
 

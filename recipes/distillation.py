@@ -120,6 +120,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     student_steps = env.num_steps(data) - teacher_steps
     if student_steps < 1:
         env.job.notes.append(f"recipe.teacher_steps={teacher_steps}: this run ends before the student begins")
+    # Each phase has a schedule of its own length.
     schedule = build_schedule(cfg.schedule, optimizer, max(student_steps, 1))
     answering: nn.Module | None = None
 
@@ -128,6 +129,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         nonlocal answering
         if answering is not None:
             return answering
+        # Running statistics differ between ranks; all are to ask the same teacher.
         share_buffers(teacher)
         copy = frozen(unwrap(teacher), dtype)
         answering = copy if loop.step >= teacher_steps else None
@@ -143,6 +145,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     loss = F.cross_entropy(teacher(images), labels, label_smoothing=knobs.label_smoothing)
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
+        # One scale for both phases: the student begins with the teacher's.
         report = amp.step(teacher_optimizer, clip)
         amp.update()
         amp.zero_grad(teacher_optimizer)
@@ -161,6 +164,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                     logits = student(images)
                     soft = divergence(logits, answers, knobs.temperature)
                     hard = F.cross_entropy(logits, labels, label_smoothing=knobs.label_smoothing)
+                    # Both are means over samples, so one weight of the micro-batch suits their sum.
                     loss = knobs.soft * soft + (1 - knobs.soft) * hard
                 amp.backward(loss, micro.weight)
             totals += torch.stack([soft.detach(), hard.detach()]) * micro.weight
@@ -204,6 +208,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         teacher_schedule=teacher_schedule,
     )
     for window in loop.windows():
+        # By the number of the step: a resumed run finds its phase without a flag in the checkpoint.
         if loop.step < teacher_steps:
             report, loss = loop.run(teacher_step, window)
             loop.log(report, of="teacher", loss=loss)
@@ -218,6 +223,7 @@ def divergence(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
 
     T² cancels the 1 / T² of the gradient.
     """
+    # In fp32 before the softmax: bf16 rounds each logarithm by up to 2^-8 of it, and their difference is small.
     log_q = F.log_softmax(logits.float() / temperature, dim=1)
     log_p = F.log_softmax(answers.float() / temperature, dim=1)
     return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True) * temperature**2

@@ -78,6 +78,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
                 with amp.autocast():
                     logits, routed, _ = model(images)
                     balance, z_loss = auxiliary_losses(routed)
+                    # Means over images, all three: one weight of the micro-batch suits their sum.
                     loss = F.cross_entropy(logits, labels) + knobs.balance * balance + knobs.z_loss * z_loss
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
@@ -102,6 +103,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             sums = [loss, (logits.argmax(1) == labels).sum(), labels.new_tensor(len(labels)), flipped.sum()]
             totals = totals + torch.cat([torch.stack(sums), chosen.sum((0, 1))])
         loss, correct, num, flips, *load = env.sum_over_ranks(totals).tolist()
+        # sum(load) is CHOSEN times the number of tokens.
         shares = {"flips": flips * CHOSEN / sum(load), "busiest": max(load) / sum(load)}
         return {"loss": loss / num, "accuracy": correct / num, **shares}
 
@@ -127,6 +129,7 @@ def auxiliary_losses(routed: Tensor) -> tuple[Tensor, Tensor]:
     """
     # Equation 4 of Switch Transformers. The load has no gradient; the probabilities have.
     load, probability = choice(routed).mean(1) / CHOSEN, routed.softmax(dim=-1).mean(1)
+    # Even, load and probability are 1 / E: E times E products of 1 / E^2 is 1. The z-loss is (log sum exp)^2.
     return routed.shape[-1] * (load * probability).sum(-1).mean(), routed.logsumexp(dim=-1).square().mean()
 
 
@@ -136,6 +139,7 @@ def auxiliary_losses(routed: Tensor) -> tuple[Tensor, Tensor]:
 @keep_fp32
 def combine_weights(routed: Tensor) -> Tensor:
     """The weight of each expert for each token, fp32: the softmax over the chosen, 0 for the others."""
+    # exp(-inf) is exactly 0: experts that were not chosen add nothing, and their logits get no gradient.
     return routed.masked_fill(choice(routed) == 0, -math.inf).softmax(dim=-1)
 
 
@@ -144,10 +148,12 @@ class Experts(nn.Module):
 
     def __init__(self, num: int, width: int, hidden: int) -> None:
         super().__init__()
+        # A deviation of 1 / sqrt(inputs) keeps the variance of what comes in.
         self.up = nn.Parameter(torch.randn(num, width, hidden) / width**0.5)
         self.down = nn.Parameter(torch.randn(num, hidden, width) / hidden**0.5)
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        # Every expert gets every token: no shape depends on the routing, which the host would have to wait for.
         tokens = x.flatten(0, -2).expand(len(self.up), -1, -1)
         found = torch.bmm(F.gelu(torch.bmm(tokens, self.up)), self.down)  # in 16 bits; times fp32 weights, fp32
         return (found * weights.flatten(0, -2).mT[:, :, None]).sum(0).view_as(x)

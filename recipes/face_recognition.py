@@ -86,6 +86,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     model = env.wrap(net, amp)
     head = build_head(knobs, data.facts["num_classes"], env)
     optimizer = build_optimizer(cfg.optimizer, model)
+    # The parameter is the sampled rows; `carry` brings each row its momentum before a step and keeps it after.
     head_optimizer = build_optimizer(cfg.optimizer, nn.ParameterList([head.active]))
     head_state = head.carry(head_optimizer)
     schedule = build_schedule(cfg.schedule, optimizer, env.num_steps(data))
@@ -97,16 +98,19 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     def train_step(window: list[MicroBatch]) -> tuple[StepReport, Tensor]:
         total = torch.zeros((), device=env.device)
+        # Once for the window: its micro-batches meet the same centres, those of its classes and random others.
         head.sample(*(micro.batch[1] for micro in window))
         for micro in window:
             images, labels = micro.batch
             with sync_grads(model, when=micro.is_last):
                 with amp.autocast():
                     features = model(images)
+                # Detached: the head returns the gradient of the features itself, in fp32 and complete over all ranks.
                 loss, x_grad = head(features.detach(), labels, micro.weight)
                 # The head's own gradients are complete and unscaled; only this one is scaled, on its way into 16 bits.
                 amp.backward(features, gradient=x_grad)
             total += loss
+        # In one call: an infinity in the gradient of one rank's centres skips both optimizers, on all ranks.
         report = amp.step([optimizer, *of_head], clip, unscaled=of_head, sharded=of_head, unclipped=unclipped)
         amp.update()
         head.write_back()  # the sampled centres, into the shard of all
@@ -119,6 +123,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     @torch.no_grad()
     def evaluate(net: nn.Module) -> dict[str, float]:
+        # Every rank gets all embeddings: a pair is of any two images, not of a batch.
         embeddings, identities = embed(env, amp, net, env.eval_part(data.eval, 8), knobs.embedding)
         return verify(embeddings, identities, scale=knobs.scale)
 
@@ -194,6 +199,7 @@ def glyphnet(*, image_shape: ImageShape, embedding: int, width: int = 16, dropou
         net.append(nn.PReLU(outputs))
     net.append(nn.Flatten())
     net.append(nn.Dropout(dropout))
+    # An island, as the features enter cosines: d(angle) = -d(cos) / sin, without bound near an angle of 0.
     net.append(keep_fp32(nn.Linear(4 * width * cells, embedding)))
     return net
 

@@ -103,6 +103,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     G_optimizer, D_optimizer = build_optimizer(cfg.optimizer, G), build_optimizer(cfg.optimizer, D)
     num_steps, horizon, every = env.num_steps(data), cfg.schedule.horizon, knobs.num_critic_steps
     D_schedule = build_schedule(cfg.schedule, D_optimizer, num_steps)
+    # G steps in one window of `every`; its schedule moves with its own steps.
     G_settings = replace(cfg.schedule, horizon=horizon and -(-horizon // every))
     G_schedule = build_schedule(G_settings, G_optimizer, max(1, num_steps // every))
     ema = build_ema(cfg.ema, G)
@@ -118,8 +119,10 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             real, _ = micro.batch
             with sync_grads(G, D, when=micro.is_last):
                 with amp.autocast():
+                    # D's loss takes the fakes as constants; only a loss of G that shares the graph leads back to G.
                     with torch.set_grad_enabled(shared):
                         fake = G(z)
+                    # One pass for both: D has no BatchNorm, so a score depends on its own image alone.
                     # In fp32 from here: a mean of 16-bit numbers would be 16-bit.
                     of_real, of_fake = D(torch.cat([real, fake])).float().chunk(2)
                     loss = discriminator_loss(knobs.penalty, of_real, of_fake)
@@ -182,7 +185,9 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 def discriminator_loss(penalty: Penalty, of_real: Tensor, of_fake: Tensor) -> Tensor:
     """Discriminator loss from fp32 scores [B]. The logistic one is softplus, which avoids log(0)."""
     if penalty == "wgan_gp":
+        # Equation 3 of Gulrajani et al. without the penalty: its negative estimates the Wasserstein distance.
         return of_fake.mean() - of_real.mean()
+    # softplus(-x) = -log sigmoid(x), and softplus(x) = -log(1 - sigmoid(x)).
     return F.softplus(of_fake).mean() + F.softplus(-of_real).mean()
 
 
@@ -208,10 +213,13 @@ def gradient_penalty(penalty: Penalty, amp: Amp, D: nn.Module, real: Tensor, fak
     """
     if penalty == "none":
         return real.new_zeros(())
+    # wgan_gp: mix * real + (1 - mix) * fake, a point between the two, where the optimal critic has slope 1.
     images = (torch.lerp(fake.float(), real, mix) if penalty == "wgan_gp" else real).detach().requires_grad_()
     (gradient,) = amp.grad(D(images), images)
+    # Of fp32 images, in fp32: the square of a component is infinite in fp16 from 256 on.
     square = gradient.flatten(1).square().sum(1)
     if penalty == "r1":
+        # R1: gamma / 2 E[|grad D|^2] at real images; gamma is recipe.penalty_weight.
         return square.mean() / 2
     # At 0 the root has an infinite gradient, and 0 times infinity is NaN.
     return ((square + 1e-12).sqrt() - 1).square().mean()

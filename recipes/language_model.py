@@ -110,6 +110,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         totals = torch.zeros(len(offsets) + 2, dtype=widest(env.device), device=env.device)
         for batch in env.eval_batches(data.eval, 32):
             with amp.autocast():
+                # The same text at other positions: with exact ids the losses are equal up to rounding.
                 losses = [loss_of(net, batch, offset=offset) for offset in offsets]
             totals += torch.stack([*losses, num_valid(batch), num_bytes(data, batch[1])])
         *sums, num_tokens, size = env.sum_over_ranks(totals).tolist()
@@ -120,6 +121,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "ema": ema}
     loop = Loop(env, data, amp=amp, evaluate=evaluate, predict=perplexities, **parts)
+    # A micro-batch weighs as much as it has valid tokens, so the loss is their mean over the whole window.
     for window in loop.windows(count=num_valid):
         report, loss = loop.run(train_step, window)
         loop.log(report, loss=loss)
@@ -139,6 +141,7 @@ def sample(net: nn.Module, amp: Amp, knobs: Knobs, tokenizer: Tokenizer, *, leng
 
 def num_shared_ids(length: int, *, offset: int = 0, dtype: torch.dtype) -> int:
     """How many positions have the id of an earlier one: none of the first 257 in bfloat16, of 2049 in float16."""
+    # p significant bits hold every integer to 2^p: 8 in bfloat16, 11 in float16, 24 in float32.
     return length - position_ids(length, offset=offset, dtype=dtype).unique().numel()
 
 

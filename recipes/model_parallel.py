@@ -84,6 +84,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             with sync_grads(model, when=micro.is_last):
                 # Not under `amp.autocast()`, which holds for this thread only: every stage enters it itself.
                 logits = model(images)
+                # fp32 by hand: under autocast cross_entropy would see to it, and here it is off.
                 loss = F.cross_entropy(logits.float(), labels, label_smoothing=knobs.label_smoothing)
                 amp.backward(loss, micro.weight)
             total += loss.detach() * micro.weight
@@ -125,6 +126,7 @@ def build_stages(cfg: Config, knobs: Knobs, devices: list[torch.device], amp: Am
         # Islands first: a container that is an island is not split.
         keep_fp32(net, cfg.amp.keep_fp32)
         threads = knobs.pipeline == "threads"
+        # Cut by cost: the slowest stage sets the pace of the pipeline.
         stages = Stages(net, devices, amp, image_shape=facts["image_shape"], chunks=knobs.chunks, threads=threads)
     except ValueError as problem:
         raise ConfigError(f"model.name={cfg.model.name}: {problem}") from problem

@@ -91,9 +91,11 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
 
     def train_step(window: list[MicroBatch]) -> tuple[StepReport, dict[str, Tensor]]:
         totals = {key: torch.zeros((), device=env.device) for key in ("loss", "reward", "mismatch", "ratio_error")}
+        # Once per step: the answers are of the very weights that learn from them, but for rounding.
         take_weights(engine, model)
         for micro, uniform in zip(window, loop.draw(torch.rand, knobs.group, num, num_symbols), strict=True):
             prompts = micro.batch.repeat_interleave(knobs.group, 0)
+            # Noise by seed and step: accumulation and ranks change no answer.
             answers, sampled = rollout(engine, prompts, gumbel(uniform.flatten(0, 1)))
             rewards = (answers == prompts[:, :-1].sort(1).values).float()
             with sync_grads(model, when=micro.is_last):
@@ -122,6 +124,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
         answers, sampled = rollout(engine, prompts, gumbel(noise))
         with amp.autocast():
             learned = log_probabilities(net(inputs_of(prompts, answers))[:, num:].float(), answers)
+        # Without noise the argmax is the most probable symbol.
         best, _ = rollout(engine, prompts, torch.zeros_like(noise))
         right = best == prompts[:, :-1].sort(1).values
         found = {"accuracy": right.all(1).float().mean(), "reward": right.float().mean()} | distances(learned, sampled)
@@ -161,6 +164,7 @@ def inputs_of(prompts: Tensor, answers: Tensor) -> Tensor:
 
 def gumbel(uniform: Tensor) -> Tensor:
     """Gumbel noise: the argmax of logits plus this noise is a sample of their softmax."""
+    # A uniform number of 0 gives minus infinity: that symbol is not chosen.
     return -(-uniform.log()).log()
 
 
@@ -176,6 +180,7 @@ def rollout(engine: nn.Module, prompts: Tensor, noise: Tensor) -> tuple[Tensor, 
     tokens, found = prompts, []
     for place in range(noise.shape[1]):
         logits = engine(tokens)[:, -1:].float()
+        # The last logit is of the sign for an answer, which is none.
         symbol = (logits[:, 0, :-1] + noise[:, place]).argmax(1, keepdim=True)
         found.append(log_probabilities(logits, symbol))
         tokens = torch.cat([tokens, symbol], dim=1)
@@ -207,10 +212,12 @@ def policy_loss(learned: Tensor, sampled: Tensor, advantage: Tensor, cap: float 
     """
     # Truncated importance sampling, by constants: the cap bounds the variance at the price of a bias.
     weight = 1.0 if cap is None else (learned.detach() - sampled).exp().clamp(max=cap)
+    # REINFORCE: the gradient of E[reward] is E[advantage * grad log p], and `learned` alone has a graph.
     return -(weight * advantage * learned).mean()
 
 
 def distances(learned: Tensor, sampled: Tensor) -> dict[str, Tensor]:
     """How far off-policy the sampled symbols and answers are."""
     difference = learned.detach() - sampled
+    # The probability of an answer is the product of those of its symbols, so logarithms add up.
     return {"mismatch": difference.abs().mean(), "ratio_error": (difference.sum(1).exp() - 1).abs().mean()}

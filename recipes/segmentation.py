@@ -105,12 +105,14 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
             with amp.autocast():
                 logits = net(images)
                 of_pixels = pixel_losses(logits, targets(masks))
+            # Sums of both: batches differ in their weights, so a mean of their means is not the mean.
             weights = pixel_weights(masks, knobs.mask_weight)
             losses += torch.stack([(of_pixels * weights).sum(), weights.sum()])
             pixels += overlap(logits, masks)
         loss, weight = env.sum_over_ranks(losses).tolist()
         both, predicted, true = env.sum_over_ranks(pixels)
         # An empty mask that was predicted empty is correct.
+        # IoU = |A and B| / |A or B| with |A or B| = |A| + |B| - |A and B|; Dice = 2 |A and B| / (|A| + |B|).
         iou = torch.where(predicted + true > 0, both / (predicted + true - both), 1.0)
         dice = torch.where(predicted + true > 0, 2 * both / (predicted + true), 1.0)
         return {"loss": loss / weight, "iou": iou.mean().item(), "dice": dice.mean().item()}
@@ -157,6 +159,7 @@ class UNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x, skips = images, []
         for level, block in enumerate(self.down):
+            # Rounded up: a last odd row is kept, and on the way up each map gets the size of its skip.
             x = block(F.max_pool2d(x, 2, ceil_mode=True) if level else x)
             skips.append(x)
         return self.head(way_up(self.dropout(skips.pop()), skips, self.narrow, self.up))
@@ -175,12 +178,14 @@ MODELS = Family(
 
 def with_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Loss per pixel, fp32 under autocast. Both [B, K, H, W]; `targets` float32, 0 or 1."""
+    # (1 - y) z - log sigmoid(z), and log sigmoid(z) = min(0, z) - log(1 + exp(-|z|)): no exponential overflows.
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
 
 
 @keep_fp32
 def in_fp32(logits: Tensor, targets: Tensor) -> Tensor:
     """The same from probabilities. `keep_fp32` disables autocast and casts 16-bit arguments to fp32."""
+    # The sigmoid, too, is in the island: a cast does not bring back what rounding p to 16 bits has lost.
     return F.binary_cross_entropy(torch.sigmoid(logits), targets, reduction="none")
 
 
@@ -200,4 +205,5 @@ def pixel_weights(masks: Tensor, mask_weight: float) -> Tensor:
 def overlap(logits: Tensor, masks: Tensor) -> Tensor:
     """int64 [3, K]: pixels in both, predicted (a probability above 1/2) and true, without void pixels."""
     predicted, true = (logits > 0) & (masks != VOID), masks == 1
+    # Integers: fp32 counts to 2^24, the pixels of 256 images of 256 x 256.
     return torch.stack([part.sum(dim=(0, 2, 3)) for part in (predicted & true, predicted, true)])

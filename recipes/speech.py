@@ -179,6 +179,7 @@ class LogMel(nn.Module):
     def forward(self, waves: Tensor) -> Tensor:
         size = len(self.window)
         spectrum = torch.stft(waves, size, self.hop, window=self.window, center=False, return_complex=True)
+        # 1e-8 is below 2^-24 = 6e-8, the smallest number of fp16.
         return (self.filters @ spectrum.abs().square() + 1e-8).log()
 
 

@@ -142,6 +142,7 @@ def run(cfg: Config, env: Environment) -> dict[str, float]:
     loop = Loop(
         env, data, amp=amp, evaluate=evaluate, predict=lambda net, batch: loss.predicted(net(*batch[:2])), **parts
     )
+    # Without weights a denominator is a count, the same for each sample.
     for window in loop.windows(count=None if loss.weights is None else lambda batch: loss.denominator(batch[2])):
         report, mean = loop.run(train_step, window)
         loop.log(report, loss=mean)
@@ -231,6 +232,7 @@ class Loss:
 
     def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
         """Of all predictions, float64 on the CPU."""
+        # Of all predictions at once: r2, an area under a curve or a weighted mean is no mean over batches.
         loss = (self.summed(outputs, targets) / self.denominator(targets)).item()
         if self.is_classes:
             targets = targets[:, 0] if self.name == "cross_entropy" else targets
@@ -241,6 +243,7 @@ class Loss:
     def _own_units(self, values: Tensor) -> Tensor:
         mean, deviation = map(torch.from_numpy, self.schema.standardised("targets"))
         shaped = values.double().cpu().view(len(values), -1, len(mean))
+        # Back from standardised numbers, in float64, as the loader standardised them.
         return (shaped * deviation + mean).view_as(values)
 
     def predicted(self, outputs: Tensor) -> dict[str, Tensor]:
