@@ -14,7 +14,7 @@ from amp_core.config.files import why_no_folder
 from amp_core.config.kinds import FILES, TEXTS
 from amp_core.config.parse import parse
 from amp_core.config.processes import launched
-from amp_core.config.schema import ONE_PROCESS, Config
+from amp_core.config.schema import ONE_PROCESS, AmpConfig, Config
 from amp_core.config.sources import package_folder
 from amp_core.lowp.islands import keep_fp32
 from amp_core.lowp.products import is_converted, is_emulated, products_of, use_products, why_none
@@ -219,17 +219,17 @@ def _check_devices(cfg: Config, problems: list[str], warnings: list[str]) -> Non
             f"amp={cfg.amp.name}: {where}: emulated, with the numbers of {cfg.amp.format} and without its speed"
         )
     if is_on_cuda:
-        capability = torch.cuda.get_device_capability()
-        name = torch.cuda.get_device_name()
-        # is_bf16_supported() says yes for emulation by default, which is slower than fp32.
-        if cfg.amp.dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            warnings.append(f"amp={cfg.amp.name}: {name} only emulates bfloat16, which is slow; use amp=fp16")
-        if cfg.amp.matmul_precision == "high" and capability < (8, 0):
-            warnings.append(
-                f"amp=tf32: {name} has no TF32 units (compute capability 8.0 and later); this is plain fp32"
-            )
-        if cfg.amp.dtype == "float16" and capability < (7, 0):
-            warnings.append(f"amp={cfg.amp.name}: {name} has no Tensor Cores (compute capability 7.0 and later)")
+        warnings += units_lacking(cfg.amp, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+
+
+def units_lacking(amp: AmpConfig, name: str, capability: tuple[int, int]) -> list[str]:
+    """What a GPU of a compute capability has no units for, and a mode needs."""
+    needs = [
+        (amp.dtype == "bfloat16", (8, 0), "only emulates bfloat16, which is slow; use amp=fp16"),
+        (amp.matmul_precision == "high", (8, 0), "has no TF32 units; this is plain fp32"),
+        (amp.dtype == "float16", (7, 0), "has no Tensor Cores"),
+    ]
+    return [f"amp={amp.name}: {name} {what}" for needed, least, what in needs if needed and capability < least]
 
 
 def _check_compiler(cfg: Config, problems: list[str]) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 
 import train
 from amp_core import Amp, Checkpoint, Clip, Doctor, Ema, MicroBatch, Schedule, windows
-from amp_core.config.errors import RunError
+from amp_core.config.errors import ConfigError, RunError
 from amp_core.config.rules import amp_config
 from amp_core.layouts.ddp import wrap_ddp
 from amp_core.lowp.masters import master_params
@@ -50,6 +52,39 @@ def test_a_wait_is_an_error_inside_and_none_outside():
         assert number.item() == 1
     assert len(waits) == 1 and waits[0].startswith("test_cuda.py:")
     assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.parametrize("name, number", [("warn", 1), ("error", 2)])
+def test_a_region_has_the_mode_and_ends_without_it(name, number):
+    with sync_debug(name):
+        assert torch.cuda.get_sync_debug_mode() == number
+    with pytest.raises(ZeroDivisionError), sync_debug(name):
+        raise ZeroDivisionError
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_waits_of_this_thread_are_noted_where_they_happen_and_other_warnings_pass():
+    """Under filterwarnings=error, as here: the region runs to its end."""
+    number = torch.ones((), device="cuda")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        with noted_waits() as waits:
+            number.item()
+            thread = threading.Thread(target=number.item)
+            thread.start()
+            thread.join()
+            warnings.warn("something else", stacklevel=1)
+            for _ in range(2):
+                number.item()
+    assert len(waits) == 3 and waits[1] == waits[2] != waits[0]
+    assert [str(warning.message) for warning in shown] == ["something else"]
+
+
+def test_more_processes_than_gpus_are_refused():
+    num = torch.cuda.device_count()
+    use = f"needs {num + 1} GPUs; this machine has {num}. Use layout.nproc_per_node={num}, or device=cpu"
+    with pytest.raises(ConfigError, match=use):
+        train.checked(["layout=ddp", f"layout.nproc_per_node={num + 1}", "device=cuda"])
 
 
 def net_and_data():
