@@ -6,7 +6,7 @@ import importlib
 from dataclasses import replace
 
 from amp_core.config.errors import ConfigError
-from amp_core.config.kinds import DECODED, KINDS, OWN_PARTS, TEXTS, kind_of
+from amp_core.config.kinds import DECODED, OWN_PARTS, TEXTS, kind_of
 from amp_core.config.schema import DataConfig
 from amp_core.data.base import Data, Dataset, Key
 from amp_core.data.loading import Batches, EvalLoader, to_device
@@ -14,16 +14,24 @@ from amp_core.data.loading import Batches, EvalLoader, to_device
 __all__ = ["Batches", "Data", "Dataset", "EvalLoader", "Key", "build_data", "to_device"]
 
 
-_MODULES: dict[str, str] = dict.fromkeys(("shards", "parquet", "hf"), "stored") | {"coco": "coco"}
+BUILDERS = {
+    "mnist_subset": "images.build_mnist_subset", "synthetic": "images.build_synthetic",
+    "image_folder": "images.build_image_folder", "imagenet": "images.build_image_folder",
+    "cifar10": "images.build_cifar10", "shards": "stored.build_stored", "parquet": "stored.build_stored",
+    "hf": "stored.build_hf", "torch_sources": "text.build_sources", "torch_headers": "text.build_sources",
+    "text": "text.build_text", "tokens": "text.build_tokens", "chat": "text.build_chat",
+    "digit_scenes": "masks.build_digit_scenes", "mask_folder": "masks.build_mask_folder", "coco": "coco.build_coco",
+    "glyphs": "identities.build_glyphs", "identity_folder": "identities.build_files",
+    "records": "identities.build_files", "synthetic_identities": "identities.build_synthetic",
+    "telephone": "speech.build_telephone", "recordings": "speech.build_recordings", "table": "table.build_table",
+}  # fmt: skip
+"""Module and function of each data set, imported when it is built: `(DataConfig, seed, channels)` to `Data`."""
 
 
 def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Data:
     """The data set of a configuration. ConfigError: settings or files that do not fit.
 
-    Args:
-        cfg: the `data` group.
-        seed: seed of the augmentation. The samples and the split do not depend on it.
-        channels: colour channels that the model takes; gray images are repeated. None: unchanged.
+    `seed` is of the augmentation: samples and split do not depend on it. Gray images get the model's `channels`.
     """
     from amp_core.config.checks import check_data  # train.py has made these checks before it imports the recipe
 
@@ -35,9 +43,9 @@ def build_data(cfg: DataConfig, *, seed: int, channels: int | None = None) -> Da
     is_given = cfg.num_classes is not None and cfg.name in (*DECODED, "mask_folder")
     if problems := [] if is_given else check_data(cfg):
         raise ConfigError(problems)
-    if cfg.name in KINDS:
-        module = _MODULES.get(cfg.name, KINDS[cfg.name])
-        data: Data = importlib.import_module(f"amp_core.data.{module}").BUILDERS[cfg.name](cfg, seed, channels)
+    if cfg.name in BUILDERS:
+        module, function = BUILDERS[cfg.name].split(".")
+        data: Data = getattr(importlib.import_module(f"amp_core.data.{module}"), function)(cfg, seed, channels)
     else:
         data = _own(cfg, seed, channels)
     shape = data.facts.get("image_shape")

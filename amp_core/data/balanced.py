@@ -7,7 +7,7 @@ epochs, so that none is drawn again before every other one was. All of it is a f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,10 @@ class Balanced:
     def __getitems__(self, keys: Sequence[Key]) -> Any:
         return self._dataset.__getitems__([self.drawn(*key) for key in keys])
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "name_of":  # only where samples have names
-            name_of = self._dataset.name_of  # type: ignore[attr-defined]
-            return lambda index: name_of(self.drawn(index, 0)[0])
-        raise AttributeError(name)
+    @property
+    def name_of(self) -> Callable[[int], str]:
+        name_of = self._dataset.name_of  # type: ignore[attr-defined]  # AttributeError where samples have no names
+        return lambda index: name_of(self.drawn(index, 0)[0])
 
     def drawn(self, index: int, epoch: int) -> Key:
         """(sample, how often it was drawn before): a sample is augmented anew whenever it is drawn."""

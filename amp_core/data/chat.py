@@ -6,6 +6,7 @@ trained: a batch of such chats has a loss of 0 / 0, or of 0 that counts as a ste
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import os
@@ -49,11 +50,6 @@ class Chats:
 
 def rendered(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer) -> tuple[Chats, list[str]]:
     """The chats of files, from the cache, and notes. ConfigError: a line is wrong."""
-    if tokenizer.template is None:
-        raise ConfigError(
-            f"data.tokenizer={cfg.tokenizer}: has no chat template; expected chat_template.jinja beside it, or "
-            f"chat_template in tokenizer_config.json: use the tokenizer of a chat model"
-        )
     about = (tokenizer.digest, tokenizer.template, tokenizer.tokens, cfg.text_field, cfg.train_on, cfg.length)
     folder = cached(("chat", 1, *about, stamps(files)), lambda folder: _write(files, cfg, tokenizer, folder))
     notes = json.loads((folder / "notes.json").read_text())
@@ -69,7 +65,8 @@ def _write(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer, folder:
         (folder / "ids.bin").open("xb") as to_ids,
         (folder / "trained.bin").open("xb") as to_trained,
     ):
-        chats = ((f"{file}, {at}", each) for file in files for at, each in json_lines(file, cfg.text_field))
+        lines = ((file, each) for file in files for each in enumerate(json_lines(file, cfg.text_field), 1))
+        chats = ((f"{file}, line {number}", each) for file, (number, (_, each)) in lines)
         rendered = ((where, each, *render(where, _checked(where, each))) for where, each in chats)
         for part in at_once(rendered, lambda each: len(each[2])):
             encoded = tokenizer.encode_spans([text for *_, text, _ in part])
@@ -85,20 +82,13 @@ def _write(files: Sequence[Path], cfg: DataConfig, tokenizer: Tokenizer, folder:
                 to_ids.write(np.array(found[0], "<u4").tobytes())
                 to_trained.write(np.array(found[1], "?").tobytes())
                 ends.append(count := count + len(found[0]))
+    chats, lack = f"{total:,} chats", f"a token to train on within data.length={cfg.length}"
     if not ends:
-        raise ConfigError(
-            f"data.path={cfg.path}: none of its {total:,} chats has a token to train on within "
-            f"data.length={cfg.length}; expected answers of the role assistant that end within it, or "
-            f"data.train_on=all"
-        )
-    notes = [f"{num_cut:,} of {total:,} chats are cut at the end of an answer, to data.length={cfg.length}"] * (
-        num_cut > 0
-    )
+        expected = "expected answers of the role assistant that end within it, or data.train_on=all"
+        raise ConfigError(f"data.path={cfg.path}: none of its {chats} has {lack}; {expected}")
+    notes = [f"{num_cut:,} of {chats} are cut at the end of an answer, to data.length={cfg.length}"] if num_cut else []
     if without:
-        notes.append(
-            f"{len(without):,} of {total:,} chats are left out, they have no token to train on within "
-            f"data.length={cfg.length}, the first is {visible(without[0])}"
-        )
+        notes.append(f"{len(without):,} of {chats} are left out, without {lack}; the first is {visible(without[0])}")
     if "strftime_now" in (tokenizer.template or ""):
         notes.append("the template asks for the date, and gets that of the newest file: a resumed run has the same one")
     np.save(folder / "ends.npy", np.array(ends, dtype=np.int64))
@@ -144,16 +134,14 @@ def _cut(
 ) -> tuple[list[int], list[bool]] | None:
     """The longest beginning of a chat that ends with an answer and fits; None: there is none."""
     borders = [turn for turn, message in enumerate(messages[:-1], 1) if message["role"] == "assistant"]
-    best, low, high = None, 0, len(borders)
-    while low < high:
-        middle = (low + high) // 2
-        text, spans = render(where, messages[: borders[middle]])
+
+    def until(border: int) -> tuple[list[int], list[bool]]:
+        text, spans = render(where, messages[:border])
         ids, places = tokenizer.encode_spans([text])[0]
-        if len(ids) <= length + 1:
-            best, low = (ids, _trained(places, spans)), middle + 1
-        else:
-            high = middle
-    return best
+        return ids, _trained(places, spans)
+
+    fitting = bisect.bisect_right(borders, length + 1, key=lambda border: len(until(border)[0]))
+    return until(borders[fitting - 1]) if fitting else None
 
 
 def rendered_prompts(
@@ -163,8 +151,6 @@ def rendered_prompts(
     todo = list(chats)
     while todo:
         try:
-            if tokenizer.template is None:
-                raise ConfigError(f"line {todo[0]}: data.tokenizer={tokenizer.name} has no chat template")
             with _template(tokenizer, "all", time) as render:  # one that was too slow is dead
                 while todo:
                     where = f"line {todo[0]}"
@@ -183,7 +169,12 @@ With `prompt`: with what begins the assistant's next turn, none of it trained.
 
 @contextlib.contextmanager
 def _template(tokenizer: Tokenizer, train_on: str, time: float) -> Iterator[Render]:
-    """The process that renders (`amp_core.data.templates`)."""
+    """The process that renders (`amp_core.data.templates`). ConfigError: there is no template."""
+    if tokenizer.template is None:
+        raise ConfigError(
+            f"data.tokenizer={tokenizer.name}: has no chat template; expected chat_template.jinja beside it, or "
+            f"chat_template in tokenizer_config.json: use the tokenizer of a chat model"
+        )
     # No key or password of the environment; packages are found where this process finds them.
     env = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH") if key in os.environ}
     process = subprocess.Popen(
@@ -194,30 +185,28 @@ def _template(tokenizer: Tokenizer, train_on: str, time: float) -> Iterator[Rend
     )
     stdin, stdout = process.stdin, process.stdout
     assert stdin is not None and stdout is not None
-
-    def ask(where: str, **job: Any) -> dict[str, Any]:
-        line = b""
-        with contextlib.suppress(BrokenPipeError):  # how it ended says more
-            stdin.write(json.dumps(job).encode() + b"\n")
-            stdin.flush()
-            line = stdout.readline()
-        whose = f"{where}: the chat template of {tokenizer.name}"
-        if line.endswith(b"\n"):
-            answer = json.loads(line)
-            if "problem" not in answer:
-                return answer
-            raise ConfigError(f"{whose} refuses it: {' '.join(answer['problem'].split())}")
-        code = process.wait()
-        how = f"takes more than {_SECONDS:g} s" if code == -signal.SIGALRM else f"ended with {code}"
-        raise ConfigError(f"{whose} {how}; correct the template or the chat")
+    setup = {"template": tokenizer.template, "tokens": tokenizer.tokens, "time": time, "train_on": train_on}
+    unsent: list[dict[str, Any]] = [setup | {"seconds": _SECONDS}]
 
     def render(where: str, messages: Messages, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        answer = ask(where, messages=messages, prompt=prompt)
+        unsent.append({"messages": messages, "prompt": prompt})
+        line = b""
+        with contextlib.suppress(BrokenPipeError):  # how it ended says more
+            stdin.writelines(json.dumps(each).encode() + b"\n" for each in unsent)
+            stdin.flush()
+            line = stdout.readline()
+        unsent.clear()
+        whose = f"{where}: the chat template of {tokenizer.name}"
+        if not line.endswith(b"\n"):
+            code = process.wait()
+            how = f"takes more than {_SECONDS:g} s" if code == -signal.SIGALRM else f"ended with {code}"
+            raise ConfigError(f"{whose} {how}; correct the template or the chat")
+        answer = json.loads(line)
+        if "problem" in answer:
+            raise ConfigError(f"{whose} refuses it: {' '.join(answer['problem'].split())}")
         return answer["text"], answer["spans"]
 
     try:
-        setup = {"template": tokenizer.template, "tokens": tokenizer.tokens, "time": time, "train_on": train_on}
-        ask(f"data.tokenizer={tokenizer.name}", seconds=_SECONDS, **setup)
         yield render
     finally:
         process.kill()

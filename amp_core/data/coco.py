@@ -42,13 +42,11 @@ class Annotations:
             self._sizes = np.array([(each["height"], each["width"]) for each in images], dtype=np.int64).reshape(-1, 2)
             files = [str(each["file_name"]) for each in images]
         except (OSError, ValueError, KeyError, TypeError) as problem:
-            raise ConfigError(
-                f"{path}: is no json of COCO's instances: {type(problem).__name__}: {problem}"
-            ) from problem
+            what = f"{type(problem).__name__}: {problem}"
+            raise ConfigError(f"{path}: is no json of COCO's instances: {what}") from problem
         if not images or not categories:
-            raise ConfigError(
-                f"{path}: has {len(images)} images and {len(categories)} categories; expected some of both"
-            )
+            found = f"{len(images)} images and {len(categories)} categories"
+            raise ConfigError(f"{path}: has {found}; expected some of both")
         if (self._sizes < 1).any() or (self._sizes.prod(1) > _MOST_PIXELS).any():
             raise ConfigError(f"{path}: has an image of no sane size; expected at most {_MOST_PIXELS:,} pixels")
         if len(rows) < len(images):
@@ -135,7 +133,7 @@ def _root(path: Path, files: list[str]) -> Path:
     return found
 
 
-def _coco(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_coco(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     size, chosen, train = cfg.image_size, Chosen(cfg), Annotations(cfg.path)
     other = train if cfg.eval_path is None else Annotations(cfg.eval_path)
@@ -154,6 +152,3 @@ def _coco(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     parts = part(train, rows[0], bool(cfg.augment)), part(other, rows[1], False)
     facts = {"image_shape": (3, size, size), "num_masks": len(train.names)}
     return chosen.finish(Data(*parts, facts, classes=train.names))
-
-
-BUILDERS = {"coco": _coco}

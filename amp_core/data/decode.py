@@ -55,14 +55,12 @@ def read_image(file: Any, name: str) -> Any:
     More than 8 bits are scaled by their range. Where it is transparent it is white, as on a page. Of an animation it is
     the first picture.
 
-    Raises:
-        RunError: it cannot be read; it has numbers without a known range: floats, signed ones, or ones of 32 bits; or
-            more pixels than Pillow takes for sane (`Image.MAX_IMAGE_PIXELS`): one such image holds its batch up for a
-            minute.
+    RunError: it cannot be read; it has numbers without a known range: floats, signed ones, or ones of 32 bits; or more
+    pixels than Pillow takes for sane (`Image.MAX_IMAGE_PIXELS`): one such image holds its batch up for a minute.
     """
     with _reading(name):
         stored = _open(file)
-        return _upright(_rgb(stored), orientation_of(stored))
+        return _upright(_rgb(stored), stored)
 
 
 def read_integers(file: Any, name: str) -> NDArray[Any]:
@@ -80,7 +78,7 @@ def read_integers(file: Any, name: str) -> NDArray[Any]:
             stored_as = stored
         else:
             raise ValueError(f"it has pixels of mode {stored.mode}; expected integers")
-        pixels = np.asarray(_upright(stored_as, orientation_of(stored)))
+        pixels = np.asarray(_upright(stored_as, stored))
         if pixels.ndim == 2:
             return pixels
         colours = pixels if stored.mode == "RGB" else pixels[..., :-1]
@@ -91,24 +89,19 @@ def read_integers(file: Any, name: str) -> NDArray[Any]:
         return colours[..., 0]
 
 
-def orientation_of(image: Any) -> int:
-    """EXIF's orientation, 1 to 8; 1 also where the metadata are damaged."""
-    if image.info.keys().isdisjoint(_HOLD_IT) and image.format != "TIFF":
-        return 1  # most images, and looking costs time
-    found = 1
-    with contextlib.suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = int(image.getexif().get(0x0112, 1))
-    return found if found in range(1, 9) else 1
-
-
 _HOLD_IT = ("exif", "xmp", "Raw profile type exif", "XML:com.adobe.xmp")
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """By EXIF's orientation what makes an image upright, of Pillow's `Image.Transpose`."""
 
 
-def _upright(image: Any, orientation: int) -> Any:
-    return image.transpose(_TURNS[orientation]) if orientation > 1 else image
+def _upright(image: Any, stored: Any) -> Any:
+    """`image` turned as EXIF of `stored` says; as it is where there is none, or the metadata are damaged."""
+    turn = None
+    if stored.format == "TIFF" or not stored.info.keys().isdisjoint(_HOLD_IT):  # few images, and looking costs time
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            turn = _TURNS.get(int(stored.getexif().get(0x0112, 1)))
+    return image if turn is None else image.transpose(turn)
 
 
 def _rgb(image: Any) -> Any:

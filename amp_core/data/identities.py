@@ -9,7 +9,6 @@ import functools
 import io
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def draw_glyphs(size: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return np.stack([image for images in kept for image in images])[:, None], labels
 
 
-def _glyphs(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_glyphs(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     images, labels = draw_glyphs(cfg.image_size or 32)
     return split_images(images, labels, labels % 5 == 4, bool(cfg.augment), seed=seed, channels=channels)
 
@@ -94,7 +93,7 @@ class _RecordImages:
         return io.BytesIO(content), f"{self._records.path}, {self.name_of(index)}"
 
 
-def _files(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_files(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     """Aligned faces. Pixels from -1 to 1; training images are flipped with probability 1/2."""
     assert cfg.path and cfg.image_size, "check_data was not asked"
     size, chosen = cfg.image_size, Chosen(cfg)
@@ -154,7 +153,7 @@ def _patterns(
     return torch.from_numpy(2 * down[..., :, None] * across[..., None, :]).float()
 
 
-def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     """Needs no memory per identity, so there may be millions."""
     assert cfg.num_samples and cfg.num_classes and cfg.image_size, "check_data was not asked"
     shape = (channels or 3, cfg.image_size, cfg.image_size)
@@ -169,13 +168,3 @@ def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
         part(cfg.num_samples, cfg.num_classes, 0, bool(cfg.augment)),
         part(num_probes, -(-num_probes // _PROBES_PER_IDENTITY), cfg.num_classes, False),
     )
-
-
-# --- builders ---------------------------------------------------------------------------------------------------------
-
-BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
-    "glyphs": _glyphs,
-    "identity_folder": _files,
-    "records": _files,
-    "synthetic_identities": _synthetic,
-}

@@ -269,7 +269,7 @@ class ImageFiles:
             from amp_core.data.augment import changed  # other runs need none of it
 
             pixels = (changed(each, policy, self.seed, key) for each, key in zip(pixels, keys, strict=True))
-        return self.prepared.normalise(to_floats(pixels, self.size)), labels
+        return normalise(to_floats(pixels, self.size), self.prepared.mean, self.prepared.std), labels
 
     def _read(self, opened: tuple[Any, str], u: NDArray[np.float64]) -> NDArray[np.uint8]:
         image, size = read_image(*opened), (self.size, self.size)
@@ -320,13 +320,13 @@ def split_images(
     return data_of(train, part(held_out, **options | {"on_device": False}))
 
 
-def _mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_mnist_subset(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     images, labels = read_mnist_subset()
     options = {"size": cfg.image_size, "on_device": cfg.prepare_on == "device"}
     return split_images(images, labels, every_fifth(labels), bool(cfg.augment), seed=seed, channels=channels, **options)
 
 
-def _synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_synthetic(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.num_samples and cfg.num_classes and cfg.image_size, "check_data was not asked"
     channels, size, rng = channels or 3, cfg.image_size, np.random.default_rng(0)
     columns, rows = (_waves(rng, cfg.num_classes, channels, size) for _ in range(2))
@@ -346,7 +346,7 @@ def class_files(
     return [path for paths in found for path in paths], np.repeat(np.arange(len(found)), [*map(len, found)])
 
 
-def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     root, size, prepared = Path(cfg.path).expanduser(), cfg.image_size, preparation_of(cfg.like)
     if cfg.num_classes is not None:  # to predict
@@ -366,7 +366,7 @@ def _image_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     return replace(chosen.finish(data_of(part("train", cfg.augment), part("val", False))), classes=classes)
 
 
-def _cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_cifar10(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     mean, std = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
 
     def part(is_train: bool, augment: Augment | None, on_device: bool) -> ArrayImages:
@@ -392,12 +392,3 @@ def _read_cifar10(cfg: DataConfig, train: bool) -> Any:
                 f"data.path={cfg.path}: a file of CIFAR-10 is missing or damaged ({error}); "
                 f"unpack cifar-10-python.tar.gz there again"
             ) from error
-
-
-BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
-    "mnist_subset": _mnist_subset,
-    "synthetic": _synthetic,
-    "image_folder": _image_folder,
-    "imagenet": _image_folder,
-    "cifar10": _cifar10,
-}

@@ -128,10 +128,8 @@ _check: ContextVar[Callable[[int, slice, Any], None] | None] = ContextVar("check
 
 @contextlib.contextmanager
 def checking_batches(check: Callable[[int, slice, Any], None]) -> Iterator[None]:
-    """Around evaluations: `check` is called with each batch of an `EvalLoader`, and may raise to stop it.
-
-    It is given the number of the batch, its samples in the data set, and the batch. All ranks have the same number of
-    batches, or at most one.
+    """Around evaluations: `check` is called with the number of each batch of an `EvalLoader`, its samples in the data
+    set and the batch, and may raise to stop it. All ranks have the same number of batches, or at most one.
     """
     token = _check.set(check)
     try:
@@ -236,11 +234,9 @@ class Batches:
     process of a job, and a run needs its workers to finish the step.
 
     Args:
-        dataset: pickled with a `start_method` other than fork.
+        dataset: pickled where Python does not fork.
         keys: the keys of each batch, such as a `Sampler`.
         num_workers: processes; 0 loads in this one.
-        prefetch: batches that each worker loads ahead.
-        start_method: fork, spawn or forkserver; None: Python's default.
 
     Raises:
         RunError: from `next`: a worker died or stands still (`bounded_waits`), or an image cannot be read.
@@ -253,8 +249,6 @@ class Batches:
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
-        prefetch: int = 2,
-        start_method: str | None = None,
     ) -> None:
         self._ahead: deque[list[Key]] = deque()
         """What the workers were given and have not returned yet."""
@@ -267,9 +261,7 @@ class Batches:
             collate_fn=_identity,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            prefetch_factor=prefetch if num_workers else None,
             worker_init_fn=_begin_worker if num_workers else None,
-            multiprocessing_context=start_method if num_workers else None,
             generator=torch.Generator(),  # else it uses the global one
         )
         with warnings.catch_warnings():
@@ -331,11 +323,9 @@ class Batches:
         waits = _waits.get()
         assert waits is not None
         # torch gives batches to its workers in turn, and reads them as they come: a later one may be what it waits for.
-        turns = range(min(len(self._ahead), len(self._workers)))
-        workers = [(self._number + turn) % len(self._workers) for turn in turns]
-        turn = next((turn for turn in turns if is_stopped(self._workers[workers[turn]].pid)), 0)
-        number, keys = workers[turn], self._ahead[turn]
-        worker = self._workers[number]
+        order = [(self._number + turn) % len(self._workers) for turn in range(len(self._workers))]
+        turns = [(number, self._workers[number], keys) for number, keys in zip(order, self._ahead, strict=False)]
+        number, worker, keys = next((turn for turn in turns if is_stopped(turn[1].pid)), turns[0])
         state = "is stopped" if is_stopped(worker.pid) else "is alive" if worker.is_alive() else "has died"
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGUSR2)

@@ -109,7 +109,7 @@ class DigitScenes:
 _TRAIN_COLUMNS, _EVAL_COLUMNS = slice(0, 448), slice(480, 640)
 
 
-def _digit_scenes(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_digit_scenes(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.image_size and cfg.num_samples, "check_data was not asked"
     num, size = cfg.num_samples, cfg.image_size
     photos = [np.asarray(read_image(str(file), str(file))) for file in photographs()]
@@ -229,7 +229,7 @@ class MaskFiles:
             output[place] = np.asarray(small)[:, ::flip]
 
 
-def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path and cfg.image_size, "check_data was not asked"
     root, size, chosen = Path(cfg.path).expanduser(), cfg.image_size, Chosen(cfg)
     facts = {"image_shape": (3, size, size), "num_masks": 1}
@@ -245,9 +245,3 @@ def _mask_folder(cfg: DataConfig, seed: int, channels: int | None) -> Data:
         return files
 
     return chosen.finish(Data(part("train", bool(cfg.augment)), part("val", False), facts))
-
-
-BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
-    "digit_scenes": _digit_scenes,
-    "mask_folder": _mask_folder,
-}

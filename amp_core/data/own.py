@@ -10,9 +10,10 @@ import torch
 from amp_core.config.errors import ConfigError
 from amp_core.data.base import Data, Seeded
 
-_FACTS: dict[str, tuple[str, ...]] = {"images": ("num_classes", "image_shape"), "text": ("vocab_size", "length")}
-_FACTS |= {"table": ("num_numbers", "cardinalities", "num_outputs")}
-"""Of a kind of data, those from which its networks are built."""
+_FACTS: dict[str, dict[str, int]] = {"images": {"num_classes": 1, "image_shape": 3}}
+_FACTS |= {"text": {"vocab_size": 1, "length": 1}}
+_FACTS |= {"table": {"num_numbers": 0, "cardinalities": 0, "num_outputs": 0}}
+"""By kind of data the facts that its networks are built from, each with how many sizes it has; 0: it is none."""
 _LOOKED_AT = 8
 
 
@@ -20,14 +21,12 @@ def check_own(data: Any, file: str, kind: str, seed: int) -> None:
     """Raise ConfigError: facts are missing or no sizes, a part is empty, or a few samples are not what they say."""
     if not isinstance(data, Data):
         raise ConfigError(f"{file}: build returns {type(data).__name__}; expected amp_core.data.Data")
-    for fact in _FACTS.get(kind, ()):
+    for fact, num in _FACTS.get(kind, {}).items():
         if fact not in data.facts:
             raise ConfigError(f"{file}: its facts have no {fact}, which networks are built from")
-        if kind == "table":
-            continue
-        value, num = data.facts[fact], 3 if fact == "image_shape" else 1
+        value = data.facts[fact]
         sizes = value if isinstance(value, tuple | list | torch.Size) and num == 3 else [value]
-        if len(sizes) != num or any(not isinstance(size, Integral) or size < 1 for size in sizes):
+        if num and (len(sizes) != num or any(not isinstance(size, Integral) or size < 1 for size in sizes)):
             expected = "(channels, height, width)" if num == 3 else "a whole number above 0"
             raise ConfigError(f"{file}: its facts have {fact}={value}; expected {expected}")
     for name, part in (("train", data.train), ("eval", data.eval)):
@@ -35,13 +34,10 @@ def check_own(data: Any, file: str, kind: str, seed: int) -> None:
         if num == 0:
             raise ConfigError(f"{file}: its part {name} has no samples; expected at least one")
         keys = [(index * (num - 1) // _LOOKED_AT, 0) for index in range(_LOOKED_AT + 1)]
-        is_finished = name == "eval" or data.finish is None
-        if (
-            kind == "images"
-            and is_finished
-            and (wrong := _wrong(Seeded(part, seed, puts_back=True).__getitems__(keys), data.facts))
-        ):
-            raise ConfigError(f"{file}: samples of its part {name} are {wrong}")
+        if kind == "images" and (name == "eval" or data.finish is None):
+            wrong = _wrong(Seeded(part, seed, puts_back=True).__getitems__(keys), data.facts)
+            if wrong is not None:
+                raise ConfigError(f"{file}: samples of its part {name} are {wrong}")
 
 
 def _wrong(batch: Any, facts: dict[str, Any]) -> str | None:

@@ -47,11 +47,6 @@ class Plan:
     def __len__(self) -> int:
         return len(self.ends)
 
-    @property
-    def fill(self) -> float:
-        """The share of positions that are not padding."""
-        return float(self.counts.sum() / max(len(self) * self.length, 1))
-
     def batch(self, samples: Sequence[int] | Ints, read: Read) -> Batch:
         """These samples. Padding is at the end, with 0 as input, and is a document of its own."""
         inputs = np.zeros((len(samples), self.length), dtype=np.int64)

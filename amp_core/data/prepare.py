@@ -59,10 +59,6 @@ class Preparation:
 
         return Image.Resampling[self.mode.upper()]
 
-    def normalise(self, images: Tensor) -> Tensor:
-        """Pixels from 0 to 1, in place."""
-        return normalise(images, self.mean, self.std)
-
     def about(self, size: int) -> dict[str, Any]:
         """For the metadata of an exported network."""
         crop = {} if self.is_whole else {"resize_shorter_side": self.shorter(size), "crop": "center"}
@@ -87,13 +83,10 @@ def preparation_of(like: str | None) -> Preparation:
     except ImportError as missing:
         raise ConfigError(f"data.like={like}: needs the package timm: pip install 'amp-recipes[timm]'") from missing
     name = like.removeprefix("timm:")
-    base, _, tag = name.partition(".")
-    if base not in (names := timm.list_models()):
-        raise ConfigError(f"data.like={like}: timm has no such network. {suggest(base, names)}")
-    tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{base}.*")]
-    if tag and tag not in tags:
-        raise ConfigError(f"data.like={like}: timm has no such weights of {base}. {suggest(tag, tags)}")
-    cfg = timm.get_pretrained_cfg(name)
+    try:
+        cfg = timm.get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError as problem:
+        raise ConfigError(f"data.like={like}: {problem} {suggest(name, timm.list_pretrained())}") from problem
     if cfg.crop_mode != "center" or cfg.interpolation not in ("bilinear", "bicubic"):
         how = f"crop_mode {cfg.crop_mode}, interpolation {cfg.interpolation}"
         raise ConfigError(f"data.like={like}: is prepared by {how}; expected center, and bilinear or bicubic")
@@ -101,7 +94,7 @@ def preparation_of(like: str | None) -> Preparation:
 
 
 def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """In place, per channel."""
+    """Pixels from 0 to 1, in place, per channel."""
     return images.sub_(_per_channel(images.device, *mean)).div_(_per_channel(images.device, *std))
 
 

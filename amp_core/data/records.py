@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from amp_core.config.errors import ConfigError, RunError
 
@@ -72,31 +72,27 @@ class Records:
         labels, image = self.read(int(self.keys[0]))
         if image or len(labels) < 2:
             return self.keys, self._first_labels(self.keys)
-        beyond, last = self._whole(labels[:2], self.keys[[0, 0]]).tolist()
+        beyond, last = self._whole(labels[:2], self.keys[0]).tolist()
         if last <= beyond or last > _EXACT:
             keys = self.keys[(self.keys > 0) & (self.keys < beyond)] if beyond < _EXACT else self.keys[1:]
             return keys, self._first_labels(keys)
-        ranges = [self._range(key) for key in range(beyond, last)]
+        ranges = []  # [first, beyond]: the keys of the images of each identity
+        for key in range(beyond, last):
+            labels = self.read(key)[0]
+            ranges.append(pair := self._whole(labels[:2], key))
+            if len(pair) < 2 or pair[0] > pair[1]:
+                what = f"has the labels {labels.tolist()}: expected [first, beyond]"
+                raise ConfigError(f"{self.path}: record {key} {what}")
         keys = np.concatenate([np.arange(*pair) for pair in ranges])
         return keys, np.repeat(np.arange(len(ranges)), [second - first for first, second in ranges])
 
-    def _range(self, key: int) -> NDArray[np.int64]:
-        """[first, beyond], the keys of the images of the identity with this record."""
-        labels = self.read(key)[0]
-        pair = self._whole(labels[:2], np.full(len(labels[:2]), key))
-        if len(pair) < 2 or pair[0] > pair[1]:
-            raise ConfigError(f"{self.path}: record {key} has the labels {labels.tolist()}: expected [first, beyond]")
-        return pair
-
-    def _whole(self, labels: NDArray[np.float32], keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Labels of the records with these keys as whole numbers."""
+    def _whole(self, labels: NDArray[np.float32], keys: ArrayLike) -> NDArray[np.int64]:
+        """Labels as whole numbers, of the record with this key or of those with these."""
         bad = ~((labels >= 0) & (labels < 2.0**63))  # also NaN
         if bad.any():
-            row = int(bad.argmax())
-            raise ConfigError(
-                f"{self.path}: record {keys[row]} has the label {labels[row]:g}: expected a finite number of at least "
-                f"0; make the file again from labels that count from 0"
-            )
+            key, label = np.broadcast_to(keys, bad.shape)[bad.argmax()], labels[bad.argmax()]
+            expected = "expected a finite number of at least 0; make the file again from labels that count from 0"
+            raise ConfigError(f"{self.path}: record {key} has the label {label:g}: {expected}")
         return labels.astype(np.int64)
 
     def _first_labels(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ import csv
 import os
 import unicodedata
 import wave
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +66,7 @@ class Dialled:
         return torch.from_numpy(waves), torch.from_numpy(lengths[:, 0]), torch.from_numpy(symbols)
 
 
-def _telephone(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_telephone(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.num_samples is not None and cfg.options is not None, "check_data was not asked"
     parts = [
         Dialled(num, float(cfg.options["noise"]), stream=stream)
@@ -89,11 +89,9 @@ _TEXTS = ("transcription", "transcript", "text", "sentence")
 
 
 class Recordings:
-    """Files *.wav of one rate, with what was said in each.
+    """Files *.wav of one rate: (path, text, length in samples) of each.
 
-    Args:
-        utterances: (path, text, length in samples) of each.
-        alphabet: the characters, numbered from 1; the last stands for all others.
+    Characters are numbered from 1 in the order of `alphabet`, whose last one stands for all others.
     """
 
     def __init__(self, utterances: Sequence[tuple[str, str, int]], rate: int, alphabet: Sequence[str]) -> None:
@@ -248,7 +246,7 @@ def read_wave(path: str, length: int) -> NDArray[np.float32]:
     return (samples.reshape(length, channels).mean(1) / _SCALES[width]).astype(np.float32)
 
 
-def _recordings(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_recordings(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path is not None and cfg.options is not None, "check_data was not asked"
     folder, longest = Path(cfg.path).expanduser(), float(cfg.options["longest"])
     held_out = Path(cfg.eval_path).expanduser() if cfg.eval_path is not None else folder / "val"
@@ -271,9 +269,3 @@ def _recordings(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     facts = {"num_classes": 1 + len(alphabet), "rate": rate}
     parts = [Recordings(part, rate, alphabet) for part in (train, others)]
     return Data(*parts, facts=facts, notes=tuple(notes), classes=alphabet)
-
-
-BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
-    "telephone": _telephone,
-    "recordings": _recordings,
-}

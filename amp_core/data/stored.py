@@ -11,11 +11,9 @@ import glob
 import importlib
 import io
 import json
-import logging
 import os
 import re
 import tarfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from amp_core.config.errors import BadSample, ConfigError
 from amp_core.config.files import open_file
@@ -35,8 +34,6 @@ from amp_core.data.images import ImageFiles, data_of
 from amp_core.data.prepare import preparation_of
 from amp_core.data.tokens import cached, stamps
 
-logger = logging.getLogger(__name__)
-
 _MOST_HEADER = 1 << 20
 """Bytes that a header of a tar file may have: a long name, or attributes."""
 _MOST_CLASSES = 1_000_000
@@ -44,12 +41,9 @@ _MOST_NAME = 512
 
 
 class Places:
-    """Images by file, place and size, which workers read by themselves.
+    """Images by file, place and size in a folder of `_Index.save`, which workers read by themselves.
 
-    Args:
-        folder: of the cache, from `_Index.save`.
-        files: what its numbers of files mean; None: `images.bin` in the folder.
-        root: the folder below which `data.exclude` names them.
+    `files`: by their numbers there, None: its own `images.bin`; `root`: below it `data.exclude` names them.
     """
 
     def __init__(self, folder: Path, files: Sequence[Path] | None, root: Path) -> None:
@@ -102,7 +96,7 @@ class _Index:
     """What is found of each image: its place, name and label."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._said = what, time.monotonic()
+        self._what = what
         self.places: list[tuple[int, int, int]] = []
         self.names: list[bytes] = []
         self.labels: list[int | str] = []
@@ -114,10 +108,9 @@ class _Index:
         self.names.append(os.fsencode(name)[:_MOST_NAME])
         self.labels.append(label)
 
-    def progress(self, done: int, total: int) -> None:
-        if time.monotonic() - self._said > 5:
-            self._said = time.monotonic()
-            logger.info("%s: index of %d of %d files, %d images", self._what, done, total, len(self.places))
+    def counted(self, files: Sequence[Path]) -> Iterator[tuple[int, Path]]:
+        """Files with their numbers, and a progress bar where they take more than 5 seconds."""
+        return enumerate(tqdm(files, f"{self._what}: index", leave=False, unit="file", mininterval=5, delay=5))
 
     def save(self, folder: Path) -> None:
         if not self.places:
@@ -137,11 +130,8 @@ def _numbered(labels: Sequence[Any], what: str) -> tuple[NDArray[np.int64], list
             raise ConfigError(f"{what}: has the label {bad[0]}; expected from 0 to below {_MOST_CLASSES:,}")
         return np.array(labels, dtype=np.int64), list(map(str, range(max(labels) + 1)))
     if kinds != {str}:
-        number, text = (next(label for label in labels if isinstance(label, kind)) for kind in (int, str))
-        raise ConfigError(
-            f"{what}: has the labels {number} and {str(text)!r}; expected whole numbers below "
-            f"{_MOST_CLASSES:,} in all samples, or text"
-        )
+        expected = f"expected whole numbers below {_MOST_CLASSES:,} in all samples, or text"
+        raise ConfigError(f"{what}: has labels that are numbers and labels that are text; {expected}")
     names = sorted(set(labels))
     numbers = {name: number for number, name in enumerate(names)}
     return np.array([numbers[label] for label in labels], dtype=np.int64), names
@@ -201,7 +191,7 @@ def _index_tars(files: Sequence[Path], cfg: DataConfig, folder: Path) -> None:
     label_part = columns.get("label", "cls")
     images = (columns["image"],) if "image" in columns else tuple(ending[1:] for ending in IMAGE_ENDINGS)
     index = _Index(f"data.path={cfg.path}")
-    for number, path in enumerate(files):
+    for number, path in index.counted(files):
         found: dict[str, dict[str, Any]] = {}
         with os.fdopen(open_file(path), "rb") as file:
             for name, offset, size in members(path):
@@ -225,7 +215,6 @@ def _index_tars(files: Sequence[Path], cfg: DataConfig, folder: Path) -> None:
             if not text:
                 raise ConfigError(f"{where}: its {label_part} has {parts['label'][2]:,} bytes; expected a class")
             index.add((number, offset, size), name, int(text) if re.fullmatch(r"-?\d{1,18}", text) else text, where)
-        index.progress(number + 1, len(files))
     index.save(folder)
 
 
@@ -236,7 +225,7 @@ def _index_parquet(files: Sequence[Path], cfg: DataConfig, folder: Path) -> None
     """Images one after another in one file: rows of parquet lie in groups that are read as a whole."""
     index = _Index(f"data.path={cfg.path}")
     with (folder / "images.bin").open("xb") as output:
-        for number, path in enumerate(files):
+        for _, path in index.counted(files):
             for row, (image, label) in enumerate(rows_of_parquet(path, _columns(cfg), "name it by data.columns")):
                 try:
                     content = _bytes_of(image, f"{path}, row {row}")
@@ -245,7 +234,6 @@ def _index_parquet(files: Sequence[Path], cfg: DataConfig, folder: Path) -> None
                 place = 0, output.tell(), len(content)
                 output.write(content)
                 index.add(place, f"{path.name}, row {row}", label, f"{path}, row {row}")
-            index.progress(number + 1, len(files))
     index.save(folder)
 
 
@@ -279,7 +267,7 @@ def files_of(pattern: str, ending: str) -> list[Path]:
     return found
 
 
-def _stored(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_stored(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     ending, root = _ENDINGS[cfg.name], Path(cfg.path or "").expanduser().parent
 
     def read(path: str) -> tuple[Places, NDArray[np.int64], list[str]]:
@@ -294,7 +282,7 @@ def _stored(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     return _data(cfg, seed, read)
 
 
-def _hf(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_hf(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     datasets: Any = importlib.import_module("datasets")
     image, label = _columns(cfg)
     assert cfg.path, "check_data was not asked"
@@ -338,6 +326,3 @@ def _data(cfg: DataConfig, seed: int, read: Callable[[str], Any]) -> Data:
         labels = np.array([classes.index(name) for name in names])[labels]
         evaluation = ImageFiles(images, labels, augment=False, **options)
     return replace(chosen.finish(data_of(chosen.of(train), chosen.of(evaluation))), classes=classes)
-
-
-BUILDERS = {"shards": _stored, "parquet": _stored, "hf": _hf}

@@ -61,10 +61,9 @@ class Schema:
 
     def columns(self, with_targets: bool) -> list[Column]:
         """To read another file as this one was."""
-        kinds = [(self.numbers, False), (self.texts, True), (self.targets, False), (self.classes, True)]
+        kinds = [(self.numbers, False), (self.texts, True)]
+        kinds += [(self.targets, False), (self.classes, True)] if with_targets else []
         is_text = {name: is_text for names, is_text in kinds for name in names}
-        if not with_targets:
-            is_text = {name: each for name, each in is_text.items() if name in self.numbers or name in self.texts}
         return [Column(name, each, needs_all=name in self.targets) for name, each in is_text.items()]
 
     def standardised(self, of: str) -> tuple[Numbers, Numbers]:
@@ -277,7 +276,7 @@ def _parts(columns: Sequence[Column], cfg: DataConfig, seed: int, is_held: bool)
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def _table(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_table(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.path is not None, "check_data was not asked"
     window, horizon, told = cfg.window or 0, cfg.horizon or 0, cfg.options or {}
     schema = Schema(**told["schema"]) if "schema" in told else None
@@ -322,6 +321,3 @@ def with_schema(cfg: Config, schema: dict[str, Any]) -> DataConfig:
     alone = cfg.task == "export"
     told = {"schema": schema, "alone": alone, "with_targets": not (alone or cfg.predict_on)}
     return replace(cfg.data, eval_path=cfg.predict_on or cfg.data.eval_path, options=told)
-
-
-BUILDERS = {"table": _table}

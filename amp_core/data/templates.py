@@ -1,13 +1,14 @@
 """Renders chats by the template of a tokenizer, as a program of its own: the template comes with a model, from anybody.
 
 Jinja's sandbox takes its code away, a process bounds its time and memory: SIGALRM ends a template that loops, in
-whichever thread the caller runs. Reads lines of JSON, a setup and then chats; writes one for each. Imports no torch.
+whichever thread the caller runs. Reads lines of JSON, a setup, then chats; answers each chat. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import re
 import resource
@@ -38,7 +39,7 @@ class Chat:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         now = datetime.datetime.fromtimestamp(time, datetime.UTC)
-        env.filters["tojson"] = _tojson
+        env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
         env.globals.update(raise_exception=_raise_exception, strftime_now=now.strftime)
         self._blocks: list[tuple[int, str]] = []
         self._done = 0
@@ -55,9 +56,9 @@ class Chat:
             self._done += len(part)
         return "".join(parts)
 
-    def render_trained(self, messages: list[dict[str, Any]], train_on: str) -> tuple[str, Spans]:
+    def render_trained(self, messages: list[dict[str, Any]], prompt: bool, train_on: str) -> tuple[str, Spans]:
         """The text, and the ranges of its letters that are trained. ValueError: they cannot be known."""
-        text = self.render(messages)
+        text = self.render(messages, prompt)
         if train_on == "all":
             return text, [(0, len(text))]
         if self._has_marks:
@@ -93,13 +94,6 @@ class _Generation(Extension):
         return text
 
 
-def _tojson(
-    x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Jinja's own escapes HTML."""
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
@@ -115,21 +109,14 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY, _MOST_MEMORY))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it may be ignored or blocked by who started this
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-    chat, seconds, train_on = None, 0.0, ""
+    setup, chat = json.loads(sys.stdin.readline()), None
+    seconds, train_on = setup.pop("seconds"), setup.pop("train_on")
     for line in sys.stdin:
-        job = json.loads(line)
-        seconds = job.pop("seconds", seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            if chat is None:
-                train_on, chat = job.pop("train_on"), Chat(**job)
-                answer = {}
-            else:
-                if job["prompt"]:
-                    text, spans = chat.render(job["messages"], prompt=True), []
-                else:
-                    text, spans = chat.render_trained(job["messages"], train_on)
-                answer = {"text": text, "spans": spans}
+            chat = chat or Chat(**setup)
+            text, spans = chat.render_trained(**json.loads(line), train_on=train_on)
+            answer = {"text": text, "spans": spans}
         except Exception as problem:  # whatever a template may raise
             answer = {"problem": str(problem) or type(problem).__name__}
         signal.setitimer(signal.ITIMER_REAL, 0)

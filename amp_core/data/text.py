@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -122,17 +122,12 @@ def _parts(cfg: DataConfig, documents: Source, others: Source | None, few: int |
     return [train, held_out]
 
 
-def _data(
-    cfg: DataConfig,
-    seed: int,
-    sources: Sequence[Source],
-    held_out: Source | None,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
-) -> Data:
-    """One source, or the mixture of several."""
+def _data(cfg: DataConfig, seed: int, sources: list[Source], tokenizer: Tokenizer | None, vocab_size: int) -> Data:
+    """One source, or the mixture of several. `sources` are those of `_places`."""
+    num = len(cfg.mix or [None])
+    held_out, sources = sources[num] if len(sources) > num else None, sources[:num]
     few = None if cfg.num_samples is None else max(1, cfg.num_samples // EVAL_SHARE)
-    parts = [_parts(cfg, source, held_out, few and -(-few // len(sources))) for source in sources]
+    parts = [_parts(cfg, source, held_out, few and -(-few // num)) for source in sources]
     facts = {"vocab_size": vocab_size, "length": cfg.length}
     if cfg.mix is None:
         return Data(parts[0][0], parts[0][1], facts, tokenizer=tokenizer)
@@ -141,19 +136,20 @@ def _data(
     return Data(mixture, Mixture(evaluations, [*map(len, evaluations)], None), facts, tokenizer=tokenizer)
 
 
-def _sources(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_sources(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     ending, *folders = SOURCES[cfg.name]
-    train, held_out = (text_files(folder, ending) for folder in map(package_folder, folders) if folder is not None)
-    return _data(cfg, seed, [_bytes_of(train)], _bytes_of(held_out), read_tokenizer(BYTES), 256)
+    files = [text_files(folder, ending) for folder in map(package_folder, folders) if folder is not None]
+    return _data(cfg, seed, [*map(_bytes_of, files)], read_tokenizer(BYTES), 256)
 
 
-def _roots(cfg: DataConfig) -> list[Path]:
-    """`data.path`, or what `data.mix` names below it."""
+def _places(cfg: DataConfig) -> list[Path]:
+    """`data.path`, or what `data.mix` names below it, then `data.eval_path` if there is one."""
     root = Path(cfg.path or "").expanduser()
-    return [root] if cfg.mix is None else [root / name for name in cfg.mix]
+    places = [root] if cfg.mix is None else [root / name for name in cfg.mix]
+    return [*places, Path(cfg.eval_path).expanduser()] if cfg.eval_path else places
 
 
-def _text(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_text(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.tokenizer and cfg.text_field, "check_data was not asked"
     tokenizer, key = read_tokenizer(cfg.tokenizer), cfg.text_field
 
@@ -163,15 +159,13 @@ def _text(cfg: DataConfig, seed: int, channels: int | None) -> Data:
             return _bytes_of(files)
         return Documents(tokenized(files, tokenizer, key), vocab_size=tokenizer.vocab_size)
 
-    held_out = None if cfg.eval_path is None else documents(Path(cfg.eval_path).expanduser())
-    return _data(cfg, seed, [*map(documents, _roots(cfg))], held_out, tokenizer, tokenizer.vocab_size)
+    return _data(cfg, seed, [*map(documents, _places(cfg))], tokenizer, tokenizer.vocab_size)
 
 
-def _tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     tokenizer = read_tokenizer(cfg.tokenizer) if cfg.tokenizer else None
     limit = tokenizer and tokenizer.vocab_size
-    patterns = [*map(str, _roots(cfg)), *([cfg.eval_path] if cfg.eval_path else [])]
-    shards = [read_shards(pattern) for pattern in patterns]
+    shards = [read_shards(str(place)) for place in _places(cfg)]
     found = max(check_ids(each, limit) for each in shards)
     vocab_size = limit or found
     if cfg.packing == "none":  # a shard is one row of tokens, as nanoGPT and llm.c read it
@@ -181,31 +175,24 @@ def _tokens(cfg: DataConfig, seed: int, channels: int | None) -> Data:
             f"data.packing={cfg.packing}: {endless[0]} does not say where its documents end; expected Megatron's .idx "
             f"or a {MANIFEST} beside it, or data.packing=none"
         )
-    rows = [Documents(each, vocab_size=vocab_size) for each in shards]
-    held_out = rows.pop() if cfg.eval_path else None
-    data = _data(cfg, seed, rows, held_out, tokenizer, vocab_size)
+    data = _data(cfg, seed, [Documents(each, vocab_size=vocab_size) for each in shards], tokenizer, vocab_size)
     if tokenizer is None:
-        note = (
-            f"data=tokens: a vocabulary of {found:,} ids, the largest one in the shards; data.tokenizer gives its own"
-        )
-        return replace(data, notes=(note,))
+        of = f"a vocabulary of {found:,} ids, the largest one in the shards"
+        return replace(data, notes=(f"data=tokens: {of}; data.tokenizer gives its own",))
     places = {shard.path.with_name(MANIFEST) for each in shards for shard in each}
     made = {str(place): read_json(place).get("tokenizer") for place in sorted(places) if place.is_file()}
-    if others := [place for place, digest in made.items() if digest not in (None, tokenizer.digest)]:
-        note = f"data.tokenizer={cfg.tokenizer}: {first_few(others)} has the hash of another; its ids may mean others"
-        return replace(data, notes=(note,))
-    return data
+    others = [place for place, digest in made.items() if digest not in (None, tokenizer.digest)]
+    warning = f"data.tokenizer={cfg.tokenizer}: {first_few(others)} has the hash of another; its ids may mean others"
+    return replace(data, notes=(warning,) if others else ())
 
 
-def _chat(cfg: DataConfig, seed: int, channels: int | None) -> Data:
+def build_chat(cfg: DataConfig, seed: int, channels: int | None) -> Data:
     assert cfg.tokenizer and cfg.path and cfg.length, "check_data was not asked"
     tokenizer = read_tokenizer(cfg.tokenizer)
-    roots = [cfg.path, *([cfg.eval_path] if cfg.eval_path else [])]
-    found = [rendered(text_files(Path(root).expanduser(), ".jsonl"), cfg, tokenizer) for root in roots]
-    chats, held_out = found[0][0], found[1][0] if cfg.eval_path else None
-    if held_out is None and len(chats.sizes) < 2:
+    found = [rendered(text_files(place, ".jsonl"), cfg, tokenizer) for place in _places(cfg)]
+    if len(found) == 1 and len(found[0][0].sizes) < 2:
         raise ConfigError(f"data.path={cfg.path}: has one chat to train on; expected another to evaluate")
-    data = _data(cfg, seed, [chats], held_out, tokenizer, tokenizer.vocab_size)
+    data = _data(cfg, seed, [chats for chats, _ in found], tokenizer, tokenizer.vocab_size)
     return replace(data, notes=tuple(note for _, notes in found for note in notes))
 
 
@@ -214,12 +201,3 @@ def absent(cfg: DataConfig) -> Data:
     tokenizer, nobody_reads_it = read_tokenizer(cfg.tokenizer or BYTES), cast(Any, [None])
     facts = {"vocab_size": tokenizer.vocab_size, "length": cfg.length}
     return Data(nobody_reads_it, nobody_reads_it, facts, tokenizer=tokenizer)
-
-
-BUILDERS: dict[str, Callable[[DataConfig, int, int | None], Data]] = {
-    "torch_sources": _sources,
-    "torch_headers": _sources,
-    "text": _text,
-    "tokens": _tokens,
-    "chat": _chat,
-}

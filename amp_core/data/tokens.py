@@ -7,9 +7,10 @@ before a run, and the ends of documents, do use maps.
 
 from __future__ import annotations
 
-import codecs
 import fcntl
+import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -102,20 +103,15 @@ _MEGATRON = b"MMIDIDX\0\0"
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def shard_files(pattern: str) -> list[Path]:
-    """A file, those of a folder and its subfolders, or those of a glob in the last part; in order of their names."""
-    path = Path(pattern).expanduser()
-    if path.is_file():
-        return [path]
-    files = path.glob("**/*") if path.is_dir() else path.parent.glob(path.name)
-    return sorted(f for f in files if f.suffix in (".bin", ".npy") and not f.name.endswith(".ends.npy"))
-
-
 def read_shards(pattern: str) -> list[Shard]:
-    """The shards of a file, a folder or a glob. ConfigError: there are none, or one is damaged."""
-    files = shard_files(pattern)
-    file = Path(pattern)
-    if not files:
+    """The shards of a file, of a folder and its subfolders, or of a glob in the last part; in order of their names.
+
+    ConfigError: there are none, or one is damaged.
+    """
+    file = path = Path(pattern).expanduser()
+    found = path.glob("**/*") if path.is_dir() else path.parent.glob(path.name)
+    shards = sorted(f for f in found if f.suffix in (".bin", ".npy") and not f.name.endswith(".ends.npy"))
+    if not (files := [path] if path.is_file() else shards):
         raise ConfigError(f"data.path={pattern}: has no *.bin or *.npy; expected token shards")
     try:
         return [_shard(file := each) for each in files]
@@ -125,56 +121,47 @@ def read_shards(pattern: str) -> list[Shard]:
 
 
 def _shard(file: Path) -> Shard:
-    size = file.stat().st_size
+    size, offset = file.stat().st_size, 0
+    if file.suffix == ".bin" and file.with_suffix(".idx").is_file():
+        return _megatron(file, size)
+    about = _about(file)
     if file.suffix == ".npy":
         array = np.lib.format.open_memmap(file, mode="r")
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{file} has {array.dtype} {list(array.shape)}; expected whole numbers in one dimension")
-        return Shard(file, array.dtype.str, len(array), array.offset, _ends(file, len(array)))
-    if file.with_suffix(".idx").is_file():
-        return _megatron(file, size)
-    with file.open("rb") as opened:
-        head = opened.read(1024)
-    magic, version, count = struct.unpack_from("<3i", head) if len(head) == 1024 else (0, 0, 0)
-    if magic in LLMC:
-        wanted, dtype = LLMC[magic]
-        num_ids, odd = divmod(size - 1024, np.dtype(dtype).itemsize)
+        dtype, count, offset = array.dtype, len(array), array.offset
+    else:
+        with file.open("rb") as opened:
+            head = opened.read(1024)
+        magic, version, said = struct.unpack_from("<3i", head) if len(head) == 1024 else (0, 0, 0)
+        offset = 1024 if magic in LLMC else 0
+        wanted, kind = LLMC[magic] if offset else (version, about[1] if about else _dtype_of(file))
         if version != wanted:
             raise ValueError(f"{file}: an llm.c header of version {version}; expected version {wanted}")
-        if count != num_ids or odd:
-            raise ValueError(f"{file}: its header says {count:,} tokens, the file has {num_ids:,}; copy it again")
-        return Shard(file, dtype, count, 1024, _ends(file, count))
-    about = _about(file)
-    dtype = np.dtype(about["dtype"] if about else _dtype_of(file))
-    if size % dtype.itemsize:
-        raise ValueError(
-            f"{file} has {size:,} bytes, no multiple of the {dtype.itemsize} of {dtype.name}; copy it again"
-        )
-    return Shard(file, dtype.str, size // dtype.itemsize, ends=_ends(file, size // dtype.itemsize))
+        dtype = np.dtype(kind)
+        count, odd = divmod(size - offset, dtype.itemsize)
+        if offset and (said != count or odd):
+            raise ValueError(f"{file}: its header says {said:,} tokens, the file has {count:,}; copy it again")
+        if odd:
+            multiple = f"no multiple of the {dtype.itemsize} of {dtype.name}"
+            raise ValueError(f"{file} has {size:,} bytes, {multiple}; copy it again")
+    if about and count != about[0]:
+        raise ValueError(f"{file} has {count:,} tokens, its {MANIFEST} says {about[0]:,}")
+    ends = np.lib.format.open_memmap(file.with_suffix(".ends.npy"), mode="r") if about else None
+    return Shard(file, dtype.str, count, offset, ends)
 
 
-def _about(file: Path) -> dict[str, Any] | None:
-    """What the manifest beside a shard says of it."""
+def _about(file: Path) -> tuple[int, str] | None:
+    """(tokens, dtype) of a shard by the manifest beside it; None: it is in none."""
     manifest = file.with_name(MANIFEST)
     if not manifest.is_file():
         return None
-    shards = read_json(manifest).get("shards")
-    about = shards.get(file.name) if isinstance(shards, dict) else {}
-    # None: not listed, hence no ends; {}: a damaged manifest.
-    about = about if about is None or isinstance(about, dict) else {}
-    keys = {"tokens": int, "dtype": str}
-    if about is not None and not all(isinstance(about.get(key), kind) for key, kind in keys.items()):
-        raise ValueError(f"{manifest} does not say how many tokens {file.name} has, of what dtype; write both again")
-    return about
-
-
-def _ends(file: Path, count: int) -> Ints | None:
-    """Where the documents of a shard end; None: it is in no manifest."""
-    if (about := _about(file)) is None:
-        return None
-    if count != about["tokens"]:
-        raise ValueError(f"{file} has {count:,} tokens, its {MANIFEST} says {about['tokens']:,}")
-    return np.lib.format.open_memmap(file.with_suffix(".ends.npy"), mode="r")
+    try:
+        about = read_json(manifest)["shards"].get(file.name)
+        return None if about is None else (int(about["tokens"]), about["dtype"])
+    except (AttributeError, KeyError, TypeError) as problem:
+        lacks = f"does not say how many tokens {file.name} has, of what dtype"
+        raise ValueError(f"{manifest} {lacks}; write both again") from problem
 
 
 def _dtype_of(file: Path) -> str:
@@ -232,94 +219,85 @@ def texts_of(file: Path, key: str, span: tuple[int, int] | None = None) -> Itera
 
     `span`: the first byte and the last (exclusive) of the lines of *.jsonl.
     """
-    kind = file.suffix.lower()
+    kind, where, at = file.suffix.lower(), "row {}".format, 0
     try:
-        if kind not in (".jsonl", ".parquet"):
+        if kind == ".jsonl":
+            where, rows = functools.partial(_line_at, file), json_lines(file, key, span)
+        elif kind == ".parquet":
+            rows = enumerate((text for (text,) in rows_of_parquet(file, [key], _HOW)), 1)
+        else:
             yield from _plain(file)
             return
-        rows: Iterator[tuple[object, Any]] = json_lines(file, key, span)
-        if kind == ".parquet":
-            found = enumerate(rows_of_parquet(file, [key], _HOW), 1)
-            rows = ((f"row {row}", text) for row, (text,) in found)
-        for where, text in rows:
+        for at, text in rows:
             if not isinstance(text, str):
-                raise ConfigError(f"{file}, {where}: {key!r} is {type(text).__name__}; expected text")
+                raise ConfigError(f"{file}, {where(at)}: {key!r} is {type(text).__name__}; expected text")
             text.encode()  # only to raise UnicodeEncodeError: JSON may hold half of a surrogate pair
             yield from _parts(text)
     except UnicodeEncodeError as problem:
-        raise ConfigError(f"{file}, {where}: {key!r} holds half of a surrogate pair") from problem
+        raise ConfigError(f"{file}, {where(at)}: {key!r} holds half of a surrogate pair") from problem
     except OSError as problem:
         raise ConfigError(f"{file} cannot be read: {problem.strerror or problem}") from problem
 
 
-def _parts(text: str, is_end: bool = True) -> Iterator[tuple[str, bool]]:
+def _parts(text: str) -> Iterator[tuple[str, bool]]:
     while len(text) > _PART_CHARS:
         at = max((place.end() for place in _CUT.finditer(text, _PART_CHARS // 2, _PART_CHARS)), default=_PART_CHARS)
         yield text[:at], False
         text = text[at:]
-    yield text, is_end
+    yield text, True
 
 
 def _plain(file: Path) -> Iterator[tuple[str, bool]]:
-    decoder, rest, place = codecs.getincrementaldecoder("utf-8")(), "", 0
+    rest = ""
+    with file.open("rb") as binary, io.TextIOWrapper(binary, "utf-8", newline="\n") as opened:
+        try:
+            while content := opened.read(_PART_CHARS):
+                *parts, (rest, _) = _parts(rest + content)  # the last one is completed by what is read next
+                yield from parts
+        except UnicodeDecodeError as problem:
+            at = binary.tell() - len(problem.object) + problem.start
+            raise ConfigError(f"{file}, byte {at:,}: is not UTF-8") from problem
+    yield rest, True
+
+
+def _line_at(file: Path, place: int) -> str:
+    """ "line 7" of a byte. What lies before it is read, for an error alone."""
     with file.open("rb") as opened:
-        while True:
-            content = opened.read(_READ_BYTES)
-            pending = len(decoder.getstate()[0])
-            try:
-                rest += decoder.decode(content, final=not content)
-            except UnicodeDecodeError as problem:
-                raise ConfigError(f"{file}, byte {place - pending + problem.start:,}: is not UTF-8") from problem
-            place += len(content)
-            *parts, (rest, _) = _parts(rest, not content)  # the last one is completed by what is read next
-            yield from parts
-            if not content:
-                yield rest, True
-                return
+        before = iter(lambda: opened.read(min(_READ_BYTES, place - opened.tell())), b"")
+        number = 1 + sum(part.count(b"\n") for part in before)
+    return f"line {number}"
 
 
-@dataclass(frozen=True)
-class _Line:
-    """ "line 7" when it is printed: what lies before a span is read for an error alone, not for each part of a file."""
-
-    file: Path
-    begin: int
-    number: int
-    """Counted from byte `begin`."""
-
-    def __str__(self) -> str:
-        number, left = self.number, self.begin
-        if left:
-            with self.file.open("rb") as opened:
-                while left and (content := opened.read(min(_READ_BYTES, left))):
-                    number, left = number + content.count(b"\n"), left - len(content)
-        return f"line {number}"
-
-
-def json_lines(file: Path, key: str, span: tuple[int, int] | None = None) -> Iterator[tuple[_Line, Any]]:
-    """(Line, what it has by `key`) of each line, or of those in a span. ConfigError names the file and the line."""
+def json_lines(file: Path, key: str, span: tuple[int, int] | None = None) -> Iterator[tuple[int, Any]]:
+    """(first byte, what it has by `key`) of each line, or of those in a span. ConfigError names file and line."""
     begin, end = span or (0, -1)  # -1 is never reached: to the end of the file
-    place, number = begin, 0
     with file.open("rb") as opened:
         opened.seek(begin)
-        while place != end and (line := opened.readline(_MOST_LINE + 1)):
-            number, place = number + 1, place + len(line)
-            at = _Line(file, begin, number)
-            if len(line) > _MOST_LINE:
-                raise ConfigError(f"{file}, {at}: has more than {_MOST_LINE >> 20} MiB; expected one document a line")
-            if not line.strip():
-                raise ConfigError(f"{file}, {at}: is empty; expected an object with {key!r}")
+        while (at := opened.tell()) != end and (line := opened.readline(_MOST_LINE + 1)):
             try:
-                record = json.loads(line.decode())
-            except UnicodeDecodeError as problem:
-                raise ConfigError(f"{file}, {at}: is not UTF-8 (byte {problem.start} of the line)") from problem
-            except (ValueError, RecursionError) as problem:
-                raise ConfigError(f"{file}, {at}: is not JSON: {problem}") from problem
-            if not isinstance(record, dict) or key not in record:
-                if not isinstance(record, dict):
-                    raise ConfigError(f"{file}, {at}: is not an object, expected one with the key {key!r}")
-                raise ConfigError(f"{file}, {at}: has the keys {', '.join(list(record)[:8])}, not {key!r}; {_HOW}")
-            yield at, record[key]
+                value = _value(line, key)
+            except ValueError as problem:
+                raise ConfigError(f"{file}, {_line_at(file, at)}: {problem}") from problem
+            yield at, value
+
+
+def _value(line: bytes, key: str) -> Any:
+    """Raises ValueError: what is wrong with the line."""
+    if len(line) > _MOST_LINE:
+        raise ValueError(f"has more than {_MOST_LINE >> 20} MiB; expected one document a line")
+    if not line.strip():
+        raise ValueError(f"is empty; expected an object with {key!r}")
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"is not UTF-8 (byte {problem.start} of the line)") from problem
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"is not JSON: {problem}") from problem
+    if not isinstance(record, dict):
+        raise ValueError(f"is not an object, expected one with the key {key!r}")
+    if key not in record:
+        raise ValueError(f"has the keys {', '.join(list(record)[:8])}, not {key!r}; {_HOW}")
+    return record[key]
 
 
 def tokens_of(
@@ -343,27 +321,6 @@ def _encoded(
             yield ids + [tokenizer.eos] * is_end, is_end  # type: ignore[operator]
 
 
-def write_tokens(files: Sequence[Path], tokenizer: Tokenizer, key: str, folder: Path, name: str = "tokens") -> None:
-    """Writes the tokens of texts into a new folder as a shard with the ends of its documents and a manifest."""
-    if tokenizer.eos is None:
-        raise ConfigError(
-            f"data.tokenizer={tokenizer.name}: names no EOS, which ends documents; write eos_token into "
-            f"tokenizer_config.json beside it"
-        )
-    dtype, ends, count = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), [], 0
-    with (folder / f"{name}.bin").open("xb") as output:
-        for ids, is_end in _encoded(files, tokenizer, key, None):
-            output.write(np.array(ids, dtype=dtype).tobytes())
-            count += len(ids)
-            ends += [count] * is_end
-        output.flush()
-        os.fsync(output.fileno())
-    np.save(folder / f"{name}.ends.npy", np.array(ends, dtype=np.int64))
-    about = {"dtype": dtype.name, "tokens": count, "documents": len(ends)}
-    facts = {"tokenizer": tokenizer.digest, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
-    write_file(folder / MANIFEST, json.dumps(facts | {"shards": {f"{name}.bin": about}}, indent=1).encode())
-
-
 def at_once(parts: Iterable[Any], length: Callable[[Any], int]) -> Iterator[list[Any]]:
     """Enough text at a time for all cores."""
     batch, size = [], 0
@@ -383,12 +340,30 @@ def cache_folder() -> Path:
 
 
 def tokenized(files: Sequence[Path], tokenizer: Tokenizer, key: str) -> list[Shard]:
-    """The tokens of texts, from the cache; made by the first process that asks, while others wait for it.
+    """The tokens of texts, from the cache: a shard with a manifest, made by the first process that asks.
 
     Named by the paths, sizes and times of the files, and by the tokenizer: a run starts without reading them again.
     """
-    about = (1, tokenizer.digest, key, stamps(files))  # 1: the version of this cache
-    return read_shards(str(cached(about, lambda folder: write_tokens(files, tokenizer, key, folder))))
+    if tokenizer.eos is None:
+        how = "write eos_token into tokenizer_config.json beside it"
+        raise ConfigError(f"data.tokenizer={tokenizer.name}: names no EOS, which ends documents; {how}")
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+
+    def write(folder: Path) -> None:
+        ends, count = [], 0
+        with (folder / "tokens.bin").open("xb") as output:
+            for ids, is_end in _encoded(files, tokenizer, key, None):
+                output.write(np.array(ids, dtype=dtype).tobytes())
+                count += len(ids)
+                ends += [count] * is_end
+            output.flush()
+            os.fsync(output.fileno())
+        np.save(folder / "tokens.ends.npy", np.array(ends, dtype=np.int64))
+        about = {"dtype": dtype.name, "tokens": count, "documents": len(ends)}
+        facts = {"tokenizer": tokenizer.digest, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
+        write_file(folder / MANIFEST, json.dumps(facts | {"shards": {"tokens.bin": about}}, indent=1).encode())
+
+    return read_shards(str(cached((1, tokenizer.digest, key, stamps(files)), write)))  # 1: the version of this cache
 
 
 def stamps(files: Sequence[Path]) -> list[tuple[str, int, int]]:
@@ -428,12 +403,8 @@ class Mixture:
     """Sources by weight: an exact function of (seed, index, epoch), hence of the step.
 
     Each source gives an epoch its share of the samples, and continues in its own sequence of permutations where the
-    epoch before stopped. So a sample of a source comes again only when all others of it have come.
-
-    Args:
-        weights: of each source, above 0; they need not sum to 1.
-        seed: of the permutations; None: samples are in their order.
-        num_samples: samples of an epoch; None: as many as the sources have.
+    epoch before stopped. So a sample of a source comes again only when all others of it have come. Weights need not sum
+    to 1; without a seed samples are in their order, and an epoch has `num_samples`, or as many as the sources.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ Names are looked up in an explicit table, so that a configuration can choose but
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
@@ -66,9 +65,7 @@ class Family:
 
 
 RESERVED = {
-    "image_size": "follows data.image_size; leave it out",
-    "input_size": "follows data.image_size; leave it out",
-    "img_size": "follows data.image_size; leave it out",
+    **dict.fromkeys(("image_size", "input_size", "img_size"), "follows data.image_size; leave it out"),
     "weights": "use model.weights=<file>, or model.weights=default for torchvision's own",
     "progress": "has no effect without a download; leave it out",
     "aux_logits": "a recipe takes one output from a model; leave it out",
@@ -87,15 +84,13 @@ def check_model(name: str, options: Mapping[str, Any], family: Family) -> list[s
         builder = family.builder(name)
     except ConfigError as problem:
         return problem.problems
-    accepted = [key for key in inspect.signature(builder).parameters if key not in (*RESERVED, *family.example)]
-    problems = []
-    for option in options:
-        if option in family.example:
-            problems.append(f"model.options.{option}: follows the data set; leave it out")
-        elif option in RESERVED:
-            problems.append(f"model.options.{option}: {RESERVED[option]}")
-        elif option not in accepted:
-            problems.append(f"model.options.{option}: {name} has no such option. {suggest(option, accepted)}")
+    refused = RESERVED | dict.fromkeys(family.example, "follows the data set; leave it out")
+    accepted = [key for key in inspect.signature(builder).parameters if key not in refused]
+    problems = [
+        f"model.options.{option}: {refused.get(option) or f'{name} has no such option. {suggest(option, accepted)}'}"
+        for option in options
+        if option not in accepted
+    ]
     if (options or is_theirs) and not problems:
         try:
             with torch.device("meta"):
@@ -114,10 +109,8 @@ def build_model(
 ) -> nn.Module:
     """A network of the family with initial weights, on the CPU. ConfigError: unknown, or it cannot take such data.
 
-    Args:
-        options: keyword arguments of its builder.
-        is_loaded: weights follow: a network of a folder of transformers keeps the vocabulary of that folder.
-        **facts: facts of the data that the family needs (`Data.facts`), such as `num_classes` and `image_shape`.
+    `facts` are those of the data (`Data.facts`); `is_loaded`: weights follow, and a folder of transformers keeps its
+    vocabulary.
     """
     problems = check_model(name, options, family)
     if problems:
@@ -129,26 +122,14 @@ def build_model(
     builder = family.builder(name)
     # Trying a network imports torch's compiler, which takes as long as importing torch. Torchvision's all take 224x224.
     if name not in family.builders and family.outputs and shape and (":" in name or shape[1:] != (224, 224)):
-
-        def output_of(shape: ImageShape) -> Any:
-            with torch.device("meta"):
-                return builder(**facts | {"image_shape": shape}, **options).eval()(torch.empty(2, *shape))
-
         try:
-            found = output_of(shape)
+            with torch.device("meta"):
+                found = builder(**facts, **options).eval()(torch.empty(2, *shape))
         except NotImplementedError:
             found = None
         except Exception as error:
-            fitting = "a larger data.image_size"
-            for side in (side for side in (32, 64, 96, 128, 224, 384) if side > max(shape[1:])):
-                with contextlib.suppress(Exception):
-                    output_of((shape[0], side, side))
-                    fitting = f"a larger one: data.image_size={side} works"
-                    break
-            raise ConfigError(
-                f"model.name={name}: does not take images of {shape[1]}x{shape[2]} pixels ({_one_line(error)}); "
-                f"expected {fitting}"
-            ) from error
+            what = f"does not take images of {shape[1]}x{shape[2]} pixels ({_one_line(error)})"
+            raise ConfigError(f"model.name={name}: {what}; expected a larger data.image_size") from error
         output, expected = getattr(found, "shape", type(found)), family.outputs(**facts)
         if found is not None and output != expected:
             raise ConfigError(

@@ -50,29 +50,24 @@ class KeyCache:
     """Keys and values of the tokens so far, of each block: a token costs its own row of attention alone.
 
     Position p of a row lies at index p: what a shorter prompt leaves behind it is not seen, and then overwritten.
-
-    Args:
-        positions: int64 [B, T], of the next tokens.
-        seen: keys that attention looks at: the largest position of any row, plus 1.
+    `positions`, int64 [B, T], are those of the next tokens; `seen` is the largest position of any row, plus 1.
     """
 
     def __init__(self, positions: Tensor, seen: int, capacity: int) -> None:
         self.positions, self.seen, self._capacity = positions, seen, capacity
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        self._block = 0
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def mask(self) -> Tensor:
         """Which keys a query attends to, bool [B, 1, T, seen]."""
-        self._block = 0
         keys = torch.arange(self.seen, device=self.positions.device)
         return (keys <= self.positions[:, :, None])[:, None]
 
-    def add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, seen, D] with the new ones [B, H, T, D], of each block in turn."""
-        if self._block == len(self._kept):
+    def add(self, block: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, seen, D] of a block with the new ones [B, H, T, D]."""
+        if block not in self._kept:
             shape = (*k.shape[:2], self._capacity, k.shape[3])
-            self._kept.append((k.new_zeros(shape), v.new_zeros(shape)))
-        kept, self._block = self._kept[self._block], self._block + 1
+            self._kept[block] = k.new_zeros(shape), v.new_zeros(shape)
+        kept = self._kept[block]
         places = self.positions[:, None, :, None].expand_as(k)
         for old, new in zip(kept, (k, v), strict=True):
             old.scatter_(2, places, new)
@@ -80,21 +75,14 @@ class KeyCache:
 
 
 @keep_fp32
-def alibi_slopes(heads: int, device: torch.device) -> Tensor:
-    return 2.0 ** (-8 * torch.arange(1, heads + 1, device=device) / heads)
-
-
-@keep_fp32
-def alibi_bias(ids: Tensor, heads: int) -> Tensor:
+def alibi_bias(queries: Tensor, keys: Tensor, heads: int) -> Tensor:
     """ALiBi's bias of attention scores (Press et al., arXiv:2108.12409): minus the distance, with a slope per head.
 
-    fp32 [heads, L, L], minus infinity for keys in the future. The difference of two exact ids is exact: the result may
-    be cast to 16 bits, the ids may not.
+    fp32 [..., heads, T, S] of the ids of queries [..., T] and keys [S]. The difference of two exact ids is exact: the
+    result may be cast to 16 bits, the ids may not.
     """
-    bias = -alibi_slopes(heads, ids.device)[:, None, None] * (ids[:, None] - ids)
-    # By index, not by id: rounded ids would leak the future.
-    future = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).triu(1)
-    return bias.masked_fill(future, -torch.inf)
+    slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, device=keys.device) / heads)
+    return slopes[:, None, None] * (keys - queries[..., None, :, None])
 
 
 class Block(nn.Module):
@@ -119,7 +107,7 @@ class Block(nn.Module):
         if phases is not None:
             q, k = rotate(q, phases), rotate(k, phases)
         if cache is not None:
-            k, v = cache.add(k, v)
+            k, v = cache.add(self, k, v)
         mask = bias if bias is None or bias.dtype == torch.bool else bias.to(q.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout)
         x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), dropout)
@@ -203,42 +191,42 @@ class GPT(nn.Module):
         ValueError: the learned table is shorter than the sequence.
         """
         length = tokens.shape[1]
+        if self.table is not None and offset + length > self.table.num_embeddings:
+            raise ValueError(f"position {offset + length - 1}: the model has {self.table.num_embeddings} positions")
         ids = position_ids(length, offset=offset, dtype=self.ids_dtype, device=tokens.device)
-        x, phases = self.embed(tokens), None
-        bias = mask = None if positions is None else causal_mask(positions)
-        # Distances within a document are those of indices: ALiBi keeps these.
-        if positions is not None and self.positions != "alibi":
+        bias = None if positions is None else causal_mask(positions)
+        if self.positions == "alibi":  # distances within a document are those of indices
+            # By index, not by id: rounded ids would leak the future.
+            seen = torch.ones(length, length, dtype=torch.bool, device=ids.device).tril() if bias is None else bias
+            bias = alibi_bias(ids, ids, self.heads).masked_fill(~seen, -torch.inf)
+        elif positions is not None:
             ids = (positions + offset).to(self.ids_dtype)
-        if self.table is not None:
-            if offset + length > self.table.num_embeddings:
-                raise ValueError(f"position {offset + length - 1}: the model has {self.table.num_embeddings} positions")
-            x = x + self.table(ids.long().clamp(max=self.table.num_embeddings - 1))  # 511 in bfloat16 is 512
-        elif self.positions == "rope":
-            phases = rope_phases(ids if positions is None else ids[:, None], self.head_dim)
-        else:
-            bias = alibi_bias(ids, self.heads)
-            bias = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        x, phases = self._embedded(tokens, ids)
         x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
             x = block(x, phases, bias)
         x = self.norm(x)
         return self.head(x) if targets is None else self.head(x, targets)
 
+    def _embedded(self, tokens: Tensor, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Embeddings of tokens, and RoPE's phases if it has any, at ids [L] or [B, L]."""
+        x = self.embed(tokens)
+        if self.table is not None:
+            x = x + self.table(ids.long().clamp(max=self.table.num_embeddings - 1))  # 511 in bfloat16 is 512
+        if self.positions != "rope":
+            return x, None
+        return x, rope_phases(ids if ids.ndim == 1 else ids[:, None], self.head_dim)
+
     def continued(self, tokens: Tensor, cache: KeyCache, last: Tensor) -> Tensor:
         """Logits [B, vocab_size] of what follows one of the tokens [B, T] at the positions of `cache`.
 
         The cache takes their keys; `last`, int64 [B, 1], is the index of that token.
         """
-        ids, bias, phases = cache.positions.to(self.ids_dtype), cache.mask(), None
-        x = self.embed(tokens)
-        if self.table is not None:
-            x = x + self.table(ids.long().clamp(max=self.table.num_embeddings - 1))
-        elif self.positions == "rope":
-            phases = rope_phases(ids[:, None], self.head_dim)
-        else:
+        ids, bias = cache.positions.to(self.ids_dtype), cache.mask()
+        x, phases = self._embedded(tokens, ids)
+        if self.positions == "alibi":
             keys = position_ids(cache.seen, dtype=self.ids_dtype, device=tokens.device)
-            far = alibi_slopes(self.heads, tokens.device)[:, None, None] * (keys - ids[:, None, :, None])
-            bias = far.masked_fill(~bias, -torch.inf)
+            bias = alibi_bias(ids, keys, self.heads).masked_fill(~bias, -torch.inf)
         for block in self.blocks:
             x = block(x, phases, bias, cache)
         return self.head(self.norm(x.gather(1, last[:, :, None].expand(-1, -1, x.shape[-1]))))[:, 0]

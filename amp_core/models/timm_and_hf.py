@@ -58,11 +58,7 @@ def _taking(options: Iterable[str], build: Builder) -> Builder:
 def timm_classifier(name: str) -> Builder:
     """The builder of a network of timm: images [B, C, H, W] to logits [B, num_classes]."""
     timm = import_library("timm", name, "timm")
-    base, _, tag = name.partition(".")
-    if tag and f"{base}.{tag}" not in (known := timm.list_pretrained(f"{base}.*")):
-        tags = suggest(tag, [each.partition(".")[2] for each in known])
-        raise ConfigError(f"model.name=timm:{name}: timm {timm.__version__} has no such weights of {base}. {tags}")
-    if base not in (names := timm.list_models()):
+    if name not in (names := [*timm.list_models(), *timm.list_pretrained()]):  # without and with a tag of weights
         raise ConfigError(f"model.name=timm:{name}: timm {timm.__version__} has no such model. {suggest(name, names)}")
     with torch.device("meta"):
         cls = type(timm.create_model(name, pretrained=False))
@@ -86,14 +82,19 @@ def timm_segmenter(name: str) -> Builder:
     return _taking(inspect.signature(encoder).parameters, build)
 
 
-class _Logits:
+class Logits:
     """Precedes the class of a network of transformers: its forward pass returns logits instead of an object."""
 
     def forward(
         self, inputs: Tensor, offset: int = 0, targets: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:
         assert offset == 0  # recipes/language_model.py refuses others
-        packed = _packed(self.config, positions)  # type: ignore[attr-defined]
+        packed: dict[str, Tensor] = {}
+        if positions is not None:
+            # transformers finds documents in `position_ids` by itself, which reads back from the device: a mask of our
+            # own does not. Windows of attention and other implementations than SDPA are left to transformers.
+            is_plain = _is_plain(self.config)  # type: ignore[attr-defined]
+            packed = {"position_ids": positions} | ({"attention_mask": causal_mask(positions)} if is_plain else {})
         if targets is not None:  # the summed loss, of a head of `heads.losses`
             net: Any = self
             return net.get_output_embeddings()(net.base_model(inputs, **packed)[0], targets)
@@ -121,16 +122,11 @@ class _Logits:
 def as_published(net: nn.Module) -> Any:
     """The same network, of the same weights, with the forward pass and `generate` of its own class."""
     classes = type(net).__mro__
-    found: Any = object.__new__(classes[classes.index(_Logits) + 1])
+    found: Any = object.__new__(classes[classes.index(Logits) + 1])
     found.__dict__ = net.__dict__
     if found.config._attn_implementation == _MASKLESS:
         found.config._attn_implementation = "sdpa"  # prompts are padded
     return found
-
-
-def is_of_transformers(net: nn.Module) -> bool:
-    """Whether it is a language model of transformers, as built here."""
-    return isinstance(net, _Logits)
 
 
 _MASKLESS = "amp_causal"
@@ -158,18 +154,6 @@ def _is_plain(config: Any) -> bool:
     others = {*(getattr(config, "layer_types", None) or ())} - {"full_attention"}
     is_causal = getattr(config, "is_causal", True) is not False
     return is_causal and not has_windows and not others and config._attn_implementation in ("sdpa", _MASKLESS)
-
-
-def _packed(config: Any, positions: Tensor | None) -> dict[str, Tensor]:
-    """Keywords for a forward pass of packed documents; none of documents alone.
-
-    transformers finds documents in `position_ids` by itself, which reads back from the device: a mask of our own does
-    not. Windows of attention and other implementations than SDPA are left to transformers.
-    """
-    if positions is None:
-        return {}
-    mask = {"attention_mask": causal_mask(positions)} if _is_plain(config) else {}
-    return {"position_ids": positions, **mask}
 
 
 def hf_classifier(name: str) -> Builder:
@@ -215,7 +199,7 @@ def _transformers(name: str, task: str, fields: Callable[..., dict[str, Any]]) -
             f"that has, or model.name={', '.join(fitting)}"
         )
     network = networks[config][0] if isinstance(networks[config], tuple) else networks[config]
-    network = type(network.__name__, (_Logits, network), {})
+    network = type(network.__name__, (Logits, network), {})
     for key in ("auto_map", "dtype", "torch_dtype", "id2label", "label2id"):  # of the folder's code, weights, classes
         values.pop(key, None)
     keys, facts = {*config().to_dict(), *config.attribute_map}, inspect.signature(fields).parameters

@@ -17,7 +17,7 @@ from amp_core.config.kinds import KINDS
 from amp_core.data.base import uniforms
 from amp_core.data.chat import rendered_prompts
 from amp_core.models.gpt import GPT, Block, KeyCache
-from amp_core.models.timm_and_hf import as_published, is_of_transformers
+from amp_core.models.timm_and_hf import Logits, as_published
 from amp_core.run.lines import dumps
 from amp_core.step.amp import Amp
 from amp_core.tensors import is_sharded, widest
@@ -63,7 +63,7 @@ def generate(
     def choose(logits: Tensor, step: int) -> Tensor:
         return _choose(logits, temperature, drawn[:, step : step + 1])
 
-    if is_of_transformers(net):
+    if isinstance(net, Logits):
         return _by_transformers(net, amp, prompts, choose, num_tokens, eos)
     padded = [[*prompt, *[0] * (max(lengths) + num_tokens - len(prompt))] for prompt in prompts]
     tokens, ends = torch.tensor(padded, device=device), torch.tensor(lengths, device=device)[:, None]

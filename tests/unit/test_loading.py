@@ -172,9 +172,10 @@ def test_batches_are_the_same_for_any_number_of_workers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_workers_start_in_any_way_with_one_thread_each(start_method: str) -> None:
-    sampler = Sampler(1000, seed=0, batch_size=2)
-    with Batches(Slow(), sampler, num_workers=1, start_method=start_method) as batches:
+def test_workers_start_in_any_way_with_one_thread_each(start_method: str, monkeypatch: Any) -> None:
+    context, sampler = multiprocessing.get_context(start_method), Sampler(1000, seed=0, batch_size=2)
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", context)
+    with Batches(Slow(), sampler, num_workers=1) as batches:
         for (images, threads), keys in zip(take(batches, 3), sampler, strict=False):
             assert images.flatten().tolist() == [index for index, _ in keys] and threads.item() == 1
 

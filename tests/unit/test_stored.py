@@ -160,7 +160,7 @@ DAMAGED = {
     "lacks": "0004: has no label; expected parts cls and one of jpg",
     "label": "has the label -1; expected from 0",
     "large label": "0000: its cls has 300 bytes; expected a class",
-    "mixed": "has the labels",
+    "mixed": "has labels that are numbers and labels that are text",
     "nothing": "has no images with labels",
     "cut": "is cut off in 0000.png",
     "header": "damaged",
