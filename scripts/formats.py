@@ -117,7 +117,7 @@ def layouts() -> str:
     """The modes that layouts refuse, those with the same reason in a line; all others run."""
     extra = {"hsdp": ["layout.shard_size=2"], "model_parallel": ["layout.num_stages=2"]}
     nodes = {layout: compose([f"layout={layout}", *extra.get(layout, [])])["layout"] for layout in LAYOUTS}
-    refused: dict[tuple[str, str], list[str]] = {}
+    refused: dict[str, list[str]] = {}
     for mode in MODES:
         values = compose(f"amp={mode}".split())
         reasons: dict[str, list[str]] = {}
@@ -126,8 +126,8 @@ def layouts() -> str:
                 reason = problems[0].split(": ", 1)[1].split(";")[0].replace(f" (amp={mode.split()[0]})", "")
                 reasons.setdefault(reason, []).append(f"`{layout}`")
         for reason, where in reasons.items():
-            refused.setdefault((", ".join(where), reason), []).append(f"`{mode}`")
-    return "\n".join(f"- {', '.join(modes)} in {where}: {reason}" for (where, reason), modes in refused.items())
+            refused.setdefault(f"{', '.join(where)}: {reason}", []).append(f"`{mode.split()[0]}`")
+    return "\n".join(f"- {', '.join(dict.fromkeys(modes))} in {where}" for where, modes in refused.items())
 
 
 # --- training
