@@ -55,7 +55,6 @@ from amp_core.run.terminal import say
 
 PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
 """What Hydra may make: its own and installed launchers and sweepers."""
-RECORDED = "holds a key or a password, and settings are recorded; expected it in the environment (WANDB_API_KEY)"
 MOST_JOBS = 10_000
 """Of a sweep: each one is checked before the first begins."""
 LENGTHS = {"steps", "epochs", "samples"}
@@ -166,7 +165,24 @@ def _composed(overrides: Sequence[str], to_show: bool = False) -> dict[str, Any]
     if swept and not to_show:
         name = chosen.get("experiment")
         raise ConfigError(f"experiment={name}: gives {', '.join(swept)} several values, which is a sweep; add -m")
-    return _plain(cfg, chosen, typed)
+    OmegaConf.resolve(cfg)
+    values: Any = OmegaConf.to_container(cfg, throw_on_missing=True)
+    if "experiment" in values:
+        raise ConfigError(f"experiment={chosen['experiment']}: the file has to begin with the line # @package _global_")
+    flat = _check_values(values)
+    # schedule.name=StepLR alone leaves the options of warmup_cosine, which were not typed, in its file.
+    for group in FREE:
+        node, file = values[group], read_option(group, chosen[group])
+        if isinstance(node, dict) and isinstance(node.get("options"), dict) and node.get("name") != file["name"]:
+            for key, value in file["options"].items():
+                if f"{group}.options.{key}" not in typed and node["options"].get(key) == value:
+                    del node["options"][key]
+    library, colon, _ = read_option("model", chosen["model"]).get("name", "").partition(":")
+    if colon and (name := flatten(values).get("model.name")) and not str(name).startswith(f"{library}:"):
+        values["model"]["name"] = f"{library}:{name}"  # model=timm model.name=resnet18 is timm's, not torchvision's
+    if "data.num_workers" not in typed and isinstance(flat.get("data.num_workers"), int):
+        values["data"]["num_workers"] = min(flat["data.num_workers"], num_cores())
+    return values
 
 
 _LOGS_NOTHING = {"version": 1, "root": None, "disable_existing_loggers": False}
@@ -241,42 +257,17 @@ def _typed(overrides: Sequence[str]) -> Iterator[str]:
         yield from flatten({override.key_or_group: value} if not isinstance(value, Glob) else {})
 
 
-def _plain(cfg: Any, chosen: Mapping[str, str], typed: set[str]) -> dict[str, Any]:
-    OmegaConf.resolve(cfg)
-    values: Any = OmegaConf.to_container(cfg, throw_on_missing=True)
-    if "experiment" in values:
-        raise ConfigError(f"experiment={chosen['experiment']}: the file has to begin with the line # @package _global_")
-    flat = _check_values(values)
-    # schedule.name=StepLR alone leaves the options of warmup_cosine, which were not typed, in its file.
-    for group in FREE:
-        node, file = values[group], read_option(group, chosen[group])
-        if isinstance(node, dict) and isinstance(node.get("options"), dict) and node.get("name") != file["name"]:
-            for key, value in file["options"].items():
-                if f"{group}.options.{key}" not in typed and node["options"].get(key) == value:
-                    del node["options"][key]
-    library, colon, _ = read_option("model", chosen["model"]).get("name", "").partition(":")
-    if colon and (name := flatten(values).get("model.name")) and not str(name).startswith(f"{library}:"):
-        values["model"]["name"] = f"{library}:{name}"  # model=timm model.name=resnet18 is timm's, not torchvision's
-    if "data.num_workers" not in typed and isinstance(flat.get("data.num_workers"), int):
-        values["data"]["num_workers"] = min(flat["data.num_workers"], num_cores())
-    return values
-
-
 def _check_values(values: dict[str, Any]) -> dict[str, Any]:
     """The values under their full keys. Raises ConfigError for classes, secrets, and paths no file system takes."""
-    if found := _find_target(values):
-        raise ConfigError(f"{found}: _target_ is refused: a config never runs code")
-    if secret := list(secrets_in(values)):
-        raise ConfigError(f"{', '.join(secret)}: {RECORDED}")
+    if found := [path for path, key, _ in items_of(values) if key in ("_target_", "_partial_", "_recursive_")]:
+        raise ConfigError(f"{found[0]}: _target_ is refused: a config never runs code")
+    if secret := ", ".join(secrets_in(values)):
+        how = "expected it in the environment (WANDB_API_KEY) or in ~/.netrc"
+        raise ConfigError(f"{secret}: holds a key or a password, and settings are recorded; {how}")
     flat = flatten(values)
     if problems := [p for key in PATHS if (p := check_length(key, flat.get(key)))]:
         raise ConfigError(problems)
     return flat
-
-
-def _find_target(values: Any) -> str | None:
-    keys = ("_target_", "_partial_", "_recursive_")
-    return next((path for path, key, _ in items_of(values) if key in keys), None)
 
 
 def one_line(problem: BaseException) -> str:
@@ -331,10 +322,9 @@ def sweep_of(overrides: list[str]) -> Sweep:
     sweep_dir = str(hydra.sweep.dir)
     for part, settings in config.items():
         # Hydra makes these, so an interpolation or a file of the user's must not have brought another class.
-        if not settings.pop("_target_").startswith(PLUGINS) or _find_target(settings):
+        if not settings.pop("_target_").startswith(PLUGINS):
             raise ConfigError(f"hydra.{part}: _target_ is refused: a config never runs code")
-    if secret := list(secrets_in({"hydra": config})):
-        raise ConfigError(f"{', '.join(secret)}: {RECORDED}")
+    _check_values({"hydra": config})
     chosen = hydra.runtime.choices
     sweeper, launcher = chosen["hydra/sweeper"], chosen["hydra/launcher"]
     params = config["sweeper"].get("params") or {}

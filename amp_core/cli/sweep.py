@@ -325,11 +325,9 @@ def run_apart(
 ) -> tuple[int, str | None]:
     """Run a job as a process, which a crash, a kill or a broken GPU ends without touching the sweep.
 
-    What it prints passes through, each line behind `name |` if there is a name. When the sweep is asked to stop, the
-    job gets the signal and is waited for: it writes a checkpoint first. It gets `environ` besides the variables of this
-    process, and inherits the descriptors `files`. With `in_worker` a launcher started this process: when that one is
-    gone, the job gets a signal, too. Who started a sweep, such as a shell, may go before it.
-
+    What it prints passes through, behind `name |` if there is a name. It gets `environ` besides the variables of this
+    process, and inherits the descriptors `files`. When the sweep is asked to stop, it gets the signal and is waited
+    for: it writes a checkpoint first; so it does when the launcher is gone that started this process (`in_worker`).
     Returns its exit code (1 when it was killed), and its error in one line.
     """
     parent = os.getppid() if in_worker else None

@@ -59,8 +59,9 @@ def _fits(value: Any, kind: Any) -> bool:
 IN_WORDS = {
     "resume": {"false": "never", "null": "never", **dict.fromkeys(("true", "latest", "newest"), "last")},
     "model.weights": {"true": "default", "false": "null"},
+    "perf.compile": {"true": "blocks", "false": "null"},
 }
-"""What was meant by values of a key that is text."""
+"""What was meant by values of a key that takes text."""
 
 hints_of = functools.cache(get_type_hints)
 
@@ -106,8 +107,6 @@ def parse(kind: Any, values: Any, key: str, problems: list[str]) -> Any:
                 hint = f" Write {dot}{name}={minutes:g}."
             if name == "device" and (number := re.fullmatch(r"(?:(?:cuda|gpu):)?(\d+)", str(value))):
                 hint = f" Choose the GPU with CUDA_VISIBLE_DEVICES={number[1]}."
-            if dot + name == "perf.compile":
-                hint += " Use perf=compile."
             problems.append(f"{dot}{name}={show_value(value)}: expected {describe(expected)}.{hint}")
             taken[name] = None
     return kind(**taken)

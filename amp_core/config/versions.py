@@ -30,15 +30,11 @@ def untested(torch: str | None = None, python: str | None = None) -> str | None:
         except PackageNotFoundError:
             torch = "(not installed)"
     python = python or "{}.{}.{}".format(*sys.version_info[:3])
-    known = [{_minor(row[0]) for row in TESTED}, {row[2] for row in TESTED}]
-    if _minor(torch) in known[0] and _minor(python) in known[1]:
+    minors = tuple(f"{row[0].rpartition('.')[0]}." for row in TESTED)
+    if torch.startswith(minors) and f"{python}.".startswith(tuple(f"{row[2]}." for row in TESTED)):
         return None
     seen = [f"{row[0]} with Python {row[2]}" for row in TESTED]
     return (
         f"torch {torch} with Python {python} is not supported; tested: torch {', '.join(seen)}. "
         f"Install one of these, or set {ANYWAY}=1 to try."
     )
-
-
-def _minor(text: str) -> str:
-    return ".".join(text.split(".")[:2])
