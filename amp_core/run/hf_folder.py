@@ -48,8 +48,6 @@ def write(loop: Any, net: nn.Module, state: dict[str, Tensor], folder: Path) -> 
     name = str(config.architectures[0]) if isinstance(net, GPT) else type(net).__name__.removeprefix("FSDP")
     with torch.device("meta"):
         twin = getattr(transformers, name)(config)
-    if not hasattr(twin, "lm_head") and "lm_head.weight" in state:  # GPT-NeoX before transformers 5
-        state["embed_out.weight"] = state.pop("lm_head.weight")
     twin.load_state_dict(state, strict=False, assign=True)
     twin.tie_weights()
     if lost := [key for key, param in twin.named_parameters() if param.is_meta]:

@@ -147,8 +147,6 @@ class Log:
 
     def _start(self, folder: Path, tracker: Callable[[Path], TensorBoard | Wandb]) -> None:
         try:
-            if folder.is_symlink():
-                raise OSError(f"{folder} is a link; remove it")
             self._trackers[folder.name] = tracker(folder)
         except Exception as error:  # third-party code may raise anything, and training continues
             logger.warning("%s cannot start, the run continues without it: %s", folder.name, error)

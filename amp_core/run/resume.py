@@ -160,16 +160,14 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
 
 def is_finished(loop: Loop) -> bool:
     """Whether a run with all steps done has its evaluation, too: then nothing is computed."""
-    env = loop.env
-    before: dict[str, Any] | None = env.folder.before
-    if before.get("status") != "finished" or not isinstance(before.get("eval"), dict):
-        before = None
-    if env.any_rank(env.is_main and before is None):
+    env, before = loop.env, loop.env.folder.before
+    is_complete = before.get("status") == "finished" and isinstance(before.get("eval"), dict)
+    if env.any_rank(env.is_main and not is_complete):
         return False
     if env.is_main:
         say(f"already finished: {loop.step} steps, {loop.num_steps} were asked for, in {env.run_dir}")
-    loop.evaluation.metrics = dict(before["eval"]) if before else {}
-    env.summary |= before or {}
+        loop.evaluation.metrics = dict(before["eval"])
+        env.summary |= before
     env.folder.begin()
     env.folder.write_summary("finished", 0)
     return True
