@@ -78,34 +78,27 @@ POLICIES: dict[str, dict[str, Any]] = {
     "halve at each overflow": {},
     "`amp.hysteresis=2` (Megatron-LM)": {"hysteresis": 2},
     "`amp.hysteresis=2`, consecutive (DeepSpeed)": {"hysteresis": 2, "consecutive_hysteresis": True},
-    "`amp.retry=1`": {"retry": 1},
-    "`amp.retry=3`": {"retry": 3},
 }
 
 
 def show_policies(steps: int = 20_000) -> None:
     """Print the table of loss scales: gradients drift, and one batch in 500 has some that are up to 64 times larger."""
-    print("| rule | skipped of 10,000 | extra passes | bits lost |")
-    print("| --- | --- | --- | --- |")
+    print("| rule | skipped per 10,000 steps | bits lost |")
+    print("| --- | --- | --- |")
     numbers = {False: torch.tensor(0.0), True: torch.tensor(1.0)}
     for name, fields in POLICIES.items():
         amp, draw = Amp.named("fp16", growth_interval=500, **fields), random.Random(0)
-        level, skipped, passes, lost = 0.0, 0, 0, 0.0
+        level, skipped, lost = 0.0, 0, 0.0
         for _ in range(steps):
             level = min(max(level + draw.gauss(0, 0.02), -4), 4)
             size = level + (draw.uniform(0, 6) if draw.random() < 1 / 500 else 0.0)
             limit, scale = 14.0 - size, math.log2(amp.scale)  # the largest that fits in fp16 lies at 2^14 / 2^size
-            left, first = fields.get("retry", 0), scale
-            while scale > limit and left:
-                left, passes, scale = left - 1, passes + 1, scale - 1
-                amp.scaler.lower()
-            if is_bad := scale > limit:
-                amp.scaler.set(2.0**first)
+            is_bad = scale > limit
             skipped += is_bad
             lost += max(14.0 - level - scale, 0.0)
             amp.scaler.update(numbers[is_bad])
         per = 10_000 / steps
-        print(f"| {name} | {skipped * per:.1f} | {passes * per:.1f} | {lost / steps:.2f} |")
+        print(f"| {name} | {skipped * per:.1f} | {lost / steps:.2f} |")
 
 
 UPDATES = ("master", "remainder", "nearest")

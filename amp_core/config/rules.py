@@ -16,13 +16,13 @@ from amp_core.config.parse import group_of, hints_of, parse, show_value
 from amp_core.config.schema import ONE_PROCESS, SHARDED, WHOLE_MATRICES, AmpConfig, Config, scale_cap
 
 SCALE_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "max_scale", "max_scale_per_sample")
-SCALE_KEYS += ("min_scale", "dynamic", "hysteresis", "consecutive_hysteresis", "retry")
+SCALE_KEYS += ("min_scale", "dynamic", "hysteresis", "consecutive_hysteresis")
 LEAST: dict[int | None, str] = {
     None: "epochs max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb optimizer.lr clip.max_norm "
     "clip.max_value clip.factor amp.init_scale amp.growth_factor amp.backoff_factor amp.max_scale amp.min_scale "
     "amp.max_scale_per_sample optimizer.layer_decay data.mixup data.cutmix data.erasing",
     0: "data.num_workers seed doctor.max_reports optimizer.weight_decay layout.max_restarts debug.inject.rank "
-    "perf.profile amp.retry",
+    "perf.profile",
     1: "accumulation batch_size steps samples save_every eval_every log_every eval.samples checkpoint.keep "
     "data.image_size data.num_samples data.length doctor.after_skips doctor.statistics_every schedule.horizon "
     "layout.nproc_per_node debug.inject.step amp.growth_interval amp.max_consecutive_skips "
@@ -39,8 +39,7 @@ MOST: dict[float, str] = {
     2**24: "batch_size accumulation data.length data.window data.horizon",
     2**15: "data.image_size",  # one of 3 channels in fp32 has 12 GiB
     2**10: "data.mixup data.cutmix data.num_workers layout.num_stages",
-    10**6: "amp.hysteresis amp.retry "
-    "max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb layout.shard_size",
+    10**6: "amp.hysteresis max_minutes data.timeout_minutes layout.timeout_minutes layout.bucket_mb layout.shard_size",
 }
 """The largest value of numbers: more is a typing error, and would take endless memory or time."""
 
@@ -88,9 +87,8 @@ def _check_amp(amp: AmpConfig) -> Iterator[str]:
             yield f"amp.init_scale={amp.init_scale:g}: expected at least amp.min_scale={amp.min_scale:g}"
         if amp.consecutive_hysteresis and amp.hysteresis == 1:
             yield "amp.consecutive_hysteresis=true: has no effect with amp.hysteresis=1; use amp.hysteresis=2"
-        for key, default in (("hysteresis", 1), ("retry", 0)) if amp.dynamic is False else ():
-            if (value := getattr(amp, key)) not in (default, None):
-                yield f"amp.{key}={value}: has no effect with amp.dynamic=false, which keeps the scale; leave it out"
+        if amp.dynamic is False and amp.hysteresis not in (1, None):
+            yield f"amp.hysteresis={amp.hysteresis}: has no effect with amp.dynamic=false, which keeps the scale"
     if amp.skip_above is not None and amp.skip_above <= 1:
         yield f"amp.skip_above={amp.skip_above:g}: expected a factor above 1, such as 10"
     if amp.weights == "float32":
@@ -232,8 +230,6 @@ def _check_run(cfg: Config) -> Iterator[str]:
             f"perf={cfg.perf.name} controls what the backward pass keeps; use perf=default": cfg.perf.name != "default",
         }
         yield from [f"perf.recast_weights=true: {reason}" for reason, holds in why_not.items() if holds][:1]
-    if cfg.amp.retry and cfg.perf.graph:
-        yield f"amp.retry={cfg.amp.retry}: reads each step's outcome, which perf.graph=true cannot; use one of them"
     if cfg.perf.compile is None and (cfg.perf.dynamic or cfg.perf.backend != "inductor"):
         key = "dynamic=true" if cfg.perf.dynamic else f"backend={cfg.perf.backend}"
         yield f"perf.{key}: has no effect with perf.compile=null; use perf=compile"

@@ -60,8 +60,6 @@ class AmpConfig:
     """Overflows, since the scale last grew, before it falls, as in Megatron-LM; 1: it falls at each."""
     consecutive_hysteresis: bool | None
     """A step without overflow resets that count, as in DeepSpeed."""
-    retry: int | None
-    """How often a window that overflowed reruns at a smaller scale before it is skipped; steps wait for the device."""
     skip_above: float | None
     """Skip steps whose loss or gradient norm is above this times its running median (of 64 steps, from the 17th on).
     The loss scale stays. null: off."""

@@ -200,7 +200,7 @@ class Loop:
         while self.step < end:
             window = next(windows)
             with self.step_of(window) as dropped, around_window(self.observers, self.step + 1):
-                for _ in () if dropped else self.amp.passes():
+                if not dropped:
                     yield window
             if self.graph is not None and not self.graph.is_used and not (dropped or self._is_eager_step):
                 self.graph = None
@@ -272,7 +272,7 @@ class Loop:
             **values: 0-d tensors, this rank's share of a mean over the window. Logged are their means over the steps
                 taken since the last line.
         """
-        if self.is_replay or (self.amp.attempts is not None and self.amp.attempts.again):
+        if self.is_replay:
             return
         self.metrics.add(of, report, values)
         if self.watch is not None:
@@ -424,12 +424,6 @@ def _fault(loop: Loop, inject: InjectConfig, window: list[MicroBatch]) -> contex
 
 
 def _require_samples(loop: Loop) -> None:
-    if loop.cfg.amp.retry and len(loop.optimizers) > 1:
-        name, num = loop.cfg.recipe["name"], len(loop.optimizers)
-        raise ConfigError(
-            f"amp.retry={loop.cfg.amp.retry}: recipe={name} steps {num} optimizers, and a window is computed again as "
-            f"a whole; expected one optimizer; leave it out"
-        )
     env, num_samples = loop.env, len(loop.env.eval_part(loop.data.eval))
     if any(map(is_sharded, loop.nets)) and num_samples < env.world_size:
         raise ConfigError(

@@ -44,7 +44,7 @@ from amp_core.torch_private import log_missing
 
 if TYPE_CHECKING:
     from amp_core.lowp.weights import LowPrecisionWeights
-    from amp_core.step.skips import Attempts, Outliers
+    from amp_core.step.skips import Outliers
 
 logger = logging.getLogger("amp_recipes")
 _USABLE = "_amp_core_usable"  # where an optimizer keeps which `Amp` has checked it, with how many groups
@@ -90,7 +90,6 @@ class Amp:
         self._sharing = 0
         self._has_said = False
         self._rehearsal: Rehearsal | None = None
-        self.attempts: Attempts | None = None  # of the window inside `passes`
         self.outliers: Outliers | None = None
         if config.skip_above is not None:
             from amp_core.step.skips import Outliers  # other modes need none of it
@@ -357,8 +356,6 @@ class Amp:
             guard.was_called = False
         if outcome is not None and self._rehearsal is None:
             overflow, skipped = outcome
-            if self.attempts is not None and self.attempts.settle(self, overflow, len(window.outcomes)):
-                return
             self.scaler.update(overflow)
             # Both counts are views of `_skips`. In a window without a skip the second is multiplied by 0.
             self._skips.add_(skipped)
@@ -373,14 +370,6 @@ class Amp:
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     param.grad = None
-
-    def passes(self) -> Iterable[int]:
-        """The passes over a window: one, and further ones while it overflows, where `config.retry` is set."""
-        if not self.config.retry:
-            return (0,)
-        from amp_core.step.skips import attempts
-
-        return attempts(self)
 
     def forget_window(self) -> None:
         """Forget the current window after a failed capture, which computed nothing."""

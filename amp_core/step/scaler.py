@@ -106,12 +106,6 @@ class LossScale:
         refill = ~bad if policy.consecutive_hysteresis else ~bad & (self._tracker == 0)
         self._patience.copy_(torch.where(refill, policy.hysteresis, self._patience.clamp(min=0)))
 
-    def lower(self) -> None:
-        """Back off and begin to count steps without overflow anew, whatever the hysteresis. No host-device sync."""
-        assert self.policy is not None
-        self.scale.mul_(self.policy.backoff_factor).clamp_(min=self.policy.min_scale)
-        self._tracker.zero_()
-
     def recall(self, kept: dict[str, Any]) -> None:
         """Continue the scale of the last mode that had one, or keep it for the next."""
         if self.policy is not None:

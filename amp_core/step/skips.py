@@ -1,23 +1,17 @@
-"""Besides overflows: skip steps that are outliers, and compute a window again at a smaller scale.
+"""Skip steps that are outliers, besides those that overflow.
 
 `amp.skip_above` automates the remedy of PaLM (https://arxiv.org/abs/2204.02311, section 5.1), which went back to a
 checkpoint before a spike and left out the batches around it. Here only the step itself is left out, and nothing is
-repeated; the threshold, a multiple of the running median, is ours. `amp.retry` costs a pass where halving the scale
-costs the batch.
+repeated; the threshold, a multiple of the running median, is ours.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from amp_core.step.amp import Amp
 
 MEDIAN_STEPS, MIN_STEPS = 64, 16
 """Steps in the running median, and steps before it is used. After a lasting jump of the loss 64 / 2 + 1 = 33 steps are
@@ -95,53 +89,3 @@ class Outliers:
     def load(self, state: list[list[list[float]]]) -> None:
         """Continue from what `state` returned."""
         self._saved, self._usual = state, {}
-
-
-@dataclasses.dataclass(slots=True)
-class Attempts:
-    """The passes over one window; `Amp.update` decides whether there is another."""
-
-    left: int
-    before: Tensor
-    """The scale before the first pass, 0-d."""
-    index: int = 0
-    again: bool = False
-
-    def settle(self, amp: Amp, overflow: Tensor, num_steps: int) -> bool:
-        """Whether the window is computed again at a smaller scale. Waits for the device."""
-        if num_steps > 1:
-            raise RuntimeError(
-                f"amp.retry: amp.step was called {num_steps} times in a window; one that may be repeated has one step"
-            )
-        self.again = bool(overflow) and self.left > 0
-        if self.again:
-            self.left, self.index = self.left - 1, self.index + 1
-            amp.scaler.lower()
-        elif bool(overflow):
-            amp.scaler.set(self.before)  # `Amp.update`, which goes on, lowers it once
-        return self.again
-
-
-def attempts(amp: Amp) -> Iterator[int]:
-    """Yield once per pass over a window: again while it overflows, at a smaller scale, `amp.retry` times at most.
-
-        for attempt in amp.passes():
-            ...                         # the whole window: micro-batches, step, update, zero_grad
-
-    torch's generators of random numbers, of the CPU and of the CUDA device, are put back before each further pass;
-    those of Python and numpy are not, and the micro-batches must be the same. After a pass that did not overflow
-    training continues at its scale; if all do, the window is skipped and the scale falls once, as without `amp.retry`.
-    """
-    on_gpu = amp.device.type == "cuda"
-    host, device = torch.get_rng_state(), torch.cuda.get_rng_state(amp.device) if on_gpu else None
-    passes = amp.attempts = Attempts(amp.config.retry or 0, amp.scaler.scale.clone())
-    try:
-        yield 0
-        while passes.again:
-            passes.again = False
-            torch.set_rng_state(host)
-            if device is not None:
-                torch.cuda.set_rng_state(device, amp.device)
-            yield passes.index
-    finally:
-        amp.attempts = None

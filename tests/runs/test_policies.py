@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,27 +16,6 @@ import train
 
 SMALL = ["device=cpu", "data=synthetic", "data.num_samples=64", "data.image_size=8", "batch_size=8", "model=mlp"]
 SMALL += ["log=none", "doctor=off", "steps=16"]
-
-
-def test_a_run_retries_and_skips_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """2^24 is too large for this network's gradients, and 2^24 / 2^retry is not."""
-    skipped = {}
-    for retry in (0, 20):
-        folder = tmp_path / str(retry)
-        scale = ["amp=fp16", "amp.init_scale=16777216", f"amp.retry={retry}", f"run_dir={folder}", "log_every=1"]
-        assert train.main([*SMALL, *scale, "debug.inject={where: batch, step: 3}"]) == 0
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        skipped[retry] = [line["skipped"] for line in lines if line["split"] == "train"]
-        assert [line["step"] for line in lines if line["split"] == "train"] == list(range(1, 17))
-    assert (
-        skipped[20] == [0, 0] + [1] * 14 and skipped[0][-1] > 3
-    )  # a batch with an inf is not saved by a smaller scale
-
-
-@pytest.mark.slow
-def test_a_retry_with_several_optimizers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["recipe=gan", "device=cpu", "amp=fp16", "amp.retry=1", f"run_dir={tmp_path / 'a'}"]) == 2
-    assert "recipe=gan steps 2 optimizers" in capsys.readouterr().err and not (tmp_path / "a").exists()
 
 
 GPT = ["recipe=language_model", "device=cpu", "data.length=64", "batch_size=2", "model.options.depth=1"]

@@ -226,7 +226,7 @@ KNOBS: dict[str, Any] = {
 }  # fmt: skip
 
 
-ELSEWHERE = {"consecutive_hysteresis", "retry", "skip_above"}
+ELSEWHERE = {"consecutive_hysteresis", "skip_above"}
 """Those of test_skips.py."""
 
 

@@ -93,50 +93,6 @@ def window(amp: Amp, net: nn.Module, optimizer: Optimizer, x: Tensor, factor: fl
     return report
 
 
-def state(net: nn.Module) -> list[Tensor]:
-    return [value.clone() for value in net.state_dict().values()]
-
-
-def test_a_retried_window_is_the_one_of_a_smaller_scale() -> None:
-    """Weights, statistics and dropout have the bits of a run that had the smaller scale from the beginning."""
-    x = torch.randn(16, 8)
-
-    def run(scale: float, retry: int) -> tuple[list[bool], list[Tensor], float, int]:
-        net, optimizer = network()
-        amp = Amp.named("fp16", init_scale=scale, max_scale=2.0**127, retry=retry)
-        amp.guard(net)
-        torch.manual_seed(1)
-        taken = [bool(window(amp, net, optimizer, x).taken) for _ in amp.passes()]
-        return taken, state(net), amp.scale, int(amp.num_skipped)
-
-    tries, bits, scale, skipped = run(2.0**67, 9)  # a norm above 2^64 is not finite in float32
-    assert len(tries) > 1 and tries == [False] * (len(tries) - 1) + [True] and skipped == 0
-    assert scale == 2.0 ** (68 - len(tries)) and run(2.0**67, 0)[::2] == ([False], 2.0**66)
-    assert all(torch.equal(a, b) for a, b in zip(bits, run(scale, 0)[1], strict=True))
-
-
-def test_a_failed_retry_restores_the_scale_and_counts_once() -> None:
-    net, optimizer = network()
-    amp = Amp.named("fp16", retry=3)
-    before = state(net)
-    amp.guard(net)
-    num = [window(amp, net, optimizer, torch.randn(4, 8), INF).taken.item() for _ in amp.passes()]
-    assert num == [False] * 4 and amp.scale == 2.0**15 and int(amp.num_skipped) == 1
-    assert all(torch.equal(a, b) for a, b in zip(state(net), before, strict=True))
-
-
-def test_a_retry_of_several_steps_is_refused() -> None:
-    (a, opt_a), (b, opt_b) = network(), network()
-    amp = Amp.named("fp16", retry=1)
-    next(attempts_of := iter(amp.passes()))
-    for net, optimizer in ((a, opt_a), (b, opt_b)):
-        amp.backward(net(torch.randn(4, 8)).sum())
-        amp.step(optimizer)
-    with pytest.raises(RuntimeError, match="called 2 times in a window"):
-        amp.update()
-    attempts_of.close()  # type: ignore[attr-defined]
-
-
 def outliers(mode: str, *, resumes: bool = False, factor: float = 1000.0) -> tuple[list[bool], float, Amp]:
     """Which of 40 steps are taken; the 10th and the 30th are `factor` times as large."""
     weight = torch.ones(3, requires_grad=True)
@@ -220,8 +176,8 @@ def test_the_scale_survives_a_detour_through_bf16() -> None:
 
 BAD = {
     "hysteresis": ({"hysteresis": 0}, "amp.hysteresis=0: expected at least 1"),
-    "without a scale": ({"name": "bf16", "retry": 2}, "amp.retry=2: has no effect in amp=bf16"),
-    "fixed": ({"dynamic": False, "retry": 2}, "amp.retry=2: has no effect with amp.dynamic=false"),
+    "without a scale": ({"name": "bf16", "hysteresis": 2}, "amp.hysteresis=2: has no effect in amp=bf16"),
+    "fixed": ({"dynamic": False, "hysteresis": 2}, "amp.hysteresis=2: has no effect with amp.dynamic=false"),
     "alone": ({"consecutive_hysteresis": True}, "no effect with amp.hysteresis=1"),
     "below": ({"skip_above": 1.0}, "amp.skip_above=1: expected a factor above 1"),
 }
