@@ -224,10 +224,8 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 
 
 def owner_of_groups(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The innermost optimizer with the very groups of `optimizer`: the one that steps them, of a wrapper and its inner.
-
-    It may get others by `load_state_dict`, which a wrapper does not notice.
-    """
+    """The innermost optimizer with the very groups of `optimizer`: of a wrapper and its inner the one that steps."""
+    # It may get others by `load_state_dict`, which a wrapper does not notice.
     found = [each for each in inner_optimizers(optimizer) if each.param_groups is optimizer.param_groups]
     return found[-1] if found else optimizer
 
@@ -248,10 +246,7 @@ def is_state_sharded(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextlib.contextmanager
 def step_on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around a step: the optimizer sees this rank's shards of weights, gradients and state. Collective if sharded.
-
-    TypeError: the optimizer is known to look at whole matrices.
-    """
+    """Around a step: the optimizer sees this rank's shards. Collective. TypeError: it looks at whole matrices."""
     layout = state_layout(optimizer)
     with _on_plain_tensors(optimizer), contextlib.nullcontext() if layout is None else layout.view(optimizer):
         yield
@@ -259,11 +254,9 @@ def step_on_local_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Around a step: the optimizer sees local shards in place of DTensors, also of its moments.
-
-    Most optimizers are elementwise, so each rank can step its own shards. DTensors lack some operators, such as fused
-    SGD with a learning rate on the device, and cost more time than the step.
-    """
+    """Around a step: the optimizer sees local shards in place of DTensors, also of its moments."""
+    # Most optimizers are elementwise, so each rank can step its own shards. DTensors lack some operators, such as fused
+    # SGD with a learning rate on the device, and cost more time than the step.
     owned = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p) and p.grad is not None]
     if not owned:
         yield

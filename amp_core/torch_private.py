@@ -56,8 +56,8 @@ _ROWS = (
     ),
     ("torch.Tensor._base", "the tensor of a view", "perf.recast_weights and estimates of memory miss views of copies"),
     # Parts of a network.
-    ("torch.nn.Module._buffers", "running statistics of a skipped step", "named_buffers and setattr, with more Python"),
-    ("torch.nn.Module._non_persistent_buffers_set", "which buffers are state", "the keys of state_dict()"),
+    ("torch.nn.Module._buffers", "running statistics of a skipped step", "torch's modules need it, too"),
+    ("torch.nn.Module._non_persistent_buffers_set", "which buffers are state", "torch's modules need it, too"),
     ("torch.nn.modules.batchnorm._NormBase", "norms that keep fp32 weights", "the norms of torch.nn alone"),
     ("torch._dynamo.OptimizedModule._orig_mod", "the network in torch.compile(net)", "it is not unwrapped"),
     # Layouts and data.
@@ -94,8 +94,6 @@ _ROWS = (
     ("torch._dynamo", "limits and exceptions of the tracer; backends by name", _NO_COMPILE),
     ("torch._functorch.config", "backward passes outside of autocast", _NO_COMPILE),
     ("torch._inductor.config", "random numbers of eager code", _NO_COMPILE),
-    ("torch._inductor.cpp_builder.get_cpp_compiler", "whether there is a C++ compiler", "the first graph tells"),
-    ("torch._inductor.exc.InvalidCxxCompiler", "whether there is a C++ compiler", "the first graph tells"),
     # Tools.
     ("torch.ops.aten._to_copy torch.ops.aten._local_scalar_dense", "scripts/bench.py counts", "scripts/bench.py fails"),
     ("torch._utils._rebuild_tensor_v2", "tests/support/campaign", "the campaign fails"),
@@ -193,39 +191,20 @@ version_of = reader("torch.Tensor._version", lambda tensor: 0)
 base_of = reader("torch.Tensor._base", lambda tensor: None)
 
 
-class _Buffers(dict[str, Any]):
-    """Stands for the table of a module's buffers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module.named_buffers(recurse=False))
-        self._module = module
-
-    def __setitem__(self, name: str, buffer: Any) -> None:
-        setattr(self._module, name, buffer)
-
-
-buffers_of = reader("torch.nn.Module._buffers", _Buffers)
-passing_buffers_of = reader(
-    "torch.nn.Module._non_persistent_buffers_set",
-    lambda module: dict(module.named_buffers(recurse=False)).keys() - module.state_dict().keys(),
-)
+buffers_of = attrgetter("_buffers")
+passing_buffers_of = attrgetter("_non_persistent_buffers_set")
 """The names of those buffers that are no part of the state dict."""
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-NormBase = find(
-    "torch.nn.modules.batchnorm._NormBase",
-    (*_BATCH_NORMS, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+_INSTANCE_NORMS = nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
+_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, *_INSTANCE_NORMS
+NormBase = find("torch.nn.modules.batchnorm._NormBase", _NORMS)
 """For `isinstance`: norms with running statistics."""
 
 _identity_of = reader("torch.UntypedStorage._cdata", lambda storage: storage.data_ptr())
 
 
 def storage_of(tensor: Tensor) -> int:
-    """A number that tensors of the same memory share, also on the meta device.
-
-    NotImplementedError, RuntimeError: the tensor has no storage: sparse, or a wrapper.
-    """
+    """A number that tensors of the same memory share, also on meta. NotImplementedError, RuntimeError: no storage."""
     return _identity_of(tensor.untyped_storage()) or id(tensor)
 
 

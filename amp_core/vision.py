@@ -25,10 +25,7 @@ _declared: list[torch.library.Library] = []  # torch removes the operators when 
 
 
 def import_torchvision() -> ModuleType:
-    """The torchvision module, without whatever part of its compiled code cannot be loaded.
-
-    ConfigError: it is not installed.
-    """
+    """The torchvision module, without what of its compiled code cannot be loaded. ConfigError: it is not installed."""
     try:
         return _import()
     except ModuleNotFoundError as missing:

@@ -128,7 +128,6 @@ _OWNERS = {
     "clip.max_norm": ("norm", "a number; use clip=none to switch clipping off"),
     "clip.max_value": ("value", "a number; use clip=none to switch clipping off"),
     "clip.factor": ("adaptive", "a number; use clip=none to switch clipping off"),
-    "clip.folded": ("norm", "true or false"),
     "layout.num_stages": ("model_parallel", "a number of devices, such as 2"),
     "layout.shard_size": ("hsdp", "ranks per replica, such as 8; or use layout=fsdp"),
     "layout.bucket_mb": ("ddp", "a size in MiB, such as 25"),

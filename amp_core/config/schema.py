@@ -90,9 +90,6 @@ class ClipConfig:
     """value: largest absolute value of an element."""
     factor: float | None
     """adaptive: largest ratio of gradient norm to weight norm, per output unit (NFNets use 0.01)."""
-    folded: bool | None
-    """norm: a fused optimizer applies clipping and loss scale as it reads the gradients: one pass and one rounding
-    less. false: gradients are multiplied before the step, as in torch's functions."""
 
 
 @dataclass(frozen=True)

@@ -98,10 +98,7 @@ def island_names(model: nn.Module) -> list[str]:
 
 
 def named_modules(nets: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
-    """All modules of networks and their names, the first one where a module has several.
-
-    A network, wrapped or not, comes with what stands before the names of its modules, or "".
-    """
+    """All modules of networks, each with what stands before its names, and their names: the first of several."""
     names: dict[nn.Module, str] = {}
     for prefix, net in nets:
         for name, module in unwrap(net).named_modules():
@@ -262,10 +259,8 @@ class Generated:
 
 
 def subclass(base: Any, mixin: type, name: str, become: Callable[[nn.Module], nn.Module], **body: Any) -> Any:
-    """A subclass for instances of the module class `base` to change to: names, hooks, `isinstance` and copies stay.
-
-    `mixin` is the `Generated` that tells the class; `become` changes an instance; `body` is what the class defines.
-    """
+    """A subclass, told by `mixin` and with `body`, to which `become` changes instances of the module class `base`."""
+    # Unlike a wrapper it leaves names, hooks, `isinstance` and copies as they are.
     body |= {"__module__": base.__module__, "__doc__": base.__doc__}
     if hasattr(base, "__deepcopy__"):  # may build its result from the class by name
         body["__deepcopy__"] = lambda self, memo: become(base.__deepcopy__(self, memo))
@@ -314,11 +309,8 @@ def _to_island(module: nn.Module) -> nn.Module:
 
 
 def _forget_compiled(*, methods_changed: bool) -> None:
-    """Drop compiled code that torch's guards would not invalidate.
-
-    No version of torch guards the methods of a class, and 2.11 not the class of a module: it would still run in 16
-    bits.
-    """
+    """Drop compiled code that torch's guards would not invalidate, and that would still run in 16 bits."""
+    # No version of torch guards the methods of a class, and 2.11 not the class of a module.
     if (methods_changed or _BEFORE_2_12) and "torch._dynamo" in sys.modules:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # with a GPU it imports inductor, which warns
@@ -350,7 +342,7 @@ def _choose(model: nn.Module, patterns: list[Pattern]) -> list[nn.Module]:
         chosen |= called
     if problems:
         raise ValueError("\n".join(problems))
-    inert = set()
+    inert = set()  # chosen with the module around them, which is an island
     for name, module in chosen.items():
         # The names of the modules around it, inner ones first.
         above = ["", *itertools.accumulate(name.split(".")[:-1], "{}.{}".format)][::-1] if name else []

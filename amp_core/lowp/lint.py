@@ -42,7 +42,7 @@ def find_unsafe(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tu
             continue
         for key in _EPS:
             value = getattr(module, key, None)
-            if isinstance(value, float) and value > 0 and not torch.tensor(value).half():
+            if isinstance(value, float) and value > 0 and not torch.tensor(value).half():  # rounds to 0
                 reason = f"{type(module).__name__}.{key}={value:g} is 0 in float16; use 1e-7 or more, or an fp32 island"
                 found.append((name, reason))
     return found
@@ -74,11 +74,9 @@ def needs_fp32_weights(model: nn.Module) -> str:
 
 
 def computed_wrongly(model: nn.Module, dtype: torch.dtype) -> str:
-    """Which convolution this CPU computes wrongly in `dtype`; "" if there is none.
-
-    On AMX units oneDNN of torch 2.13 returns wrong sums for some bf16 convolutions of few channels and a large kernel,
-    such as one of patches. Each of that kind is tried on noise: results are rounded once, to 2^-9 of them.
-    """
+    """Which convolution this CPU computes wrongly in `dtype`; "" if there is none."""
+    # On AMX units oneDNN of torch 2.13 returns wrong sums for some bf16 convolutions of few channels and large kernels,
+    # such as one of patches. Each of that kind is tried on noise: results are rounded once, to 2^-9 of them.
     if dtype is not torch.bfloat16:
         return ""
     noise, tried = torch.Generator().manual_seed(0), set[str]()
@@ -104,11 +102,9 @@ def computed_wrongly(model: nn.Module, dtype: torch.dtype) -> str:
 
 
 def find_slow(model: nn.Module, dtype: torch.dtype = torch.float16) -> list[tuple[str, str]]:
-    """Linear layers and convolutions whose sizes are not multiples of 8, which Tensor Cores prefer in 16 bits.
-
-    Sizes below 64, such as image channels and few classes, are ignored. Source: NVIDIA, "Matrix Multiplication
-    Background User's Guide", Tensor Core requirements. Returns (name, reason with what to do), in their order.
-    """
+    """Layers whose sizes are no multiples of 8, which Tensor Cores prefer: (name, reason with what to do), in order."""
+    # NVIDIA, "Matrix Multiplication Background User's Guide", Tensor Core requirements. Sizes below 64, such as image
+    # channels and few classes, are ignored.
     found = []
     for name, module in in_16_bits(model, dtype):
         keys = ("in_features", "out_features") if isinstance(module, nn.Linear) else ()

@@ -19,8 +19,7 @@ sides = WeakTensorKeyDictionary()
 def master_params(net: nn.Module) -> list[nn.Parameter]:
     """The parameters for an optimizer: the fp32 side of each 16-bit weight, and all other weights, in the usual order.
 
-    They have the weights' shapes and get the gradients. For any network or module of one. Those of `bf16_pure` and `o3`
-    have values within a step alone, and are NaN between steps.
+    They get the gradients. Those of `bf16_pure` and `o3` have values within a step alone, and are NaN between steps.
     """
     return [sides[p].master.requires_grad_(p.requires_grad) if p in sides else p for p in net.parameters()]
 
@@ -42,12 +41,12 @@ def fp32_values(params: Iterable[Tensor]) -> list[Tensor]:
 
 def fp32_copy(net: nn.Module) -> nn.Module:
     """A deep copy of `net` with its fp32 values, which computes in fp32. Unsharded; collective if `net` is sharded."""
-    if is_sharded(net):
+    if is_sharded(net):  # which gathers fp32 values
         return full_copy(net)
     twin = copy.deepcopy(net)
     for module in twin.modules():
         for hooks in (table for table in vars(module).values() if isinstance(table, dict)):
-            for key in [key for key, hook in hooks.items() if _is_of_weights(hook)]:
+            for key in [key for key, hook in hooks.items() if _is_of_weights(hook)]:  # casts to 16 bits
                 del hooks[key]
     for p, low in zip(twin.parameters(), net.parameters(), strict=True):
         if low in sides:

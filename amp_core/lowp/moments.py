@@ -57,9 +57,9 @@ class Adam16(torch.optim.Optimizer):
         if not fused:
             raise ValueError("fused=False: bfloat16 moments need torch's fused step")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "fused": True}
+        # `fused` in the groups: by it `Amp`, schedules and torch know that a step is skipped on the device.
         super().__init__(params, defaults | {"decoupled_weight_decay": decoupled_weight_decay})
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """One step, a bucket of weights at a time, whose moments are in fp32."""
         assert closure is None, "a step of one evaluation"
@@ -69,11 +69,12 @@ class Adam16(torch.optim.Optimizer):
                 self._step(params, group, number)
                 number += 1
 
+    @torch.no_grad()
     def _step(self, params: list[Tensor], group: dict[str, Any], number: int) -> None:
         states = [self.state[p] or self._begin(p) for p in params]
         lows = [flat(state[key]) for key in _MOMENTS for state in states]
         sizes = [low.numel() for low in lows]
-        whole = torch.cat(lows).float()
+        whole = torch.cat(lows).float()  # exact
         moments = [part.as_strided(p.shape, p.stride()) for part, p in zip(whole.split(sizes), params * 2, strict=True)]
         steps = [state["step"] for state in states]
         settings = {key: group[key] for key in ("fused", "lr", "eps", "weight_decay", "decoupled_weight_decay")}

@@ -12,14 +12,13 @@ Each of our kernels adds 5 to 10 microseconds to its operator.
 from __future__ import annotations
 
 import contextlib
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from amp_core.lowp.kernels import Kernels
 from amp_core.torch_private import base_of, find, need
 
 # --- what CUDA decides ------------------------------------------------------------------------------------------------
@@ -74,9 +73,6 @@ KEPT = {
 
 # --- the switch -------------------------------------------------------------------------------------------------------
 
-_library: torch.library.Library | None = None
-_switching = threading.Lock()
-
 _NEEDED = (
     "torch._C._dispatch_has_kernel_for_dispatch_key",
     "torch._C._dispatch_get_all_op_names",
@@ -84,67 +80,35 @@ _NEEDED = (
     "torch._C._ExcludeDispatchKeyGuard",
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKey",
-    "torch.library.Library._destroy",
 )
-_has_kernel, _all_names, _transforms_active, _excluded, _key_set, _key, _end = map(find, _NEEDED)
+_has_kernel, _all_names, _transforms_active, _excluded, _key_set, _key = map(find, _NEEDED)
+_ours = Kernels("AutocastCPU")
 
 
 def use_cuda_policy() -> None:
-    """Make CPU autocast follow CUDA's lists, in the whole process and all its threads. Idempotent.
-
-    Until `restore_policy`, `torch.clear_autocast_cache` is replaced too, to clear one more cache.
-    """
-    global _library
-    with _switching:
-        if _library is not None:
-            return
-        need("amp.op_policy=cuda", *_NEEDED, "torch.ops.aten.add.Tensor._schema")
-        kernels = dict(_kernels())
-        library = torch.library.Library("aten", "IMPL")
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", r"(?s).*[Oo]verriding a previously registered kernel", UserWarning)
-                for name, kernel in kernels.items():
-                    library.impl(name, kernel, "AutocastCPU")
-        except BaseException:
-            _end(library)
-            raise
-        _library = library
-        torch.clear_autocast_cache = _clear_cache
+    """Make CPU autocast follow CUDA's lists, in the whole process and all its threads. Idempotent."""
+    if not _ours.names:
+        need("amp.op_policy=cuda", *_NEEDED, "torch.ops.aten.add.Tensor._schema", "torch.library.Library._destroy")
+        _ours.add(dict(_kernels()))
+        torch.clear_autocast_cache = _clear_cache  # of one cache more, until `restore_policy`
 
 
 def restore_policy() -> None:
     """Restore torch's own CPU autocast kernels. Idempotent."""
-    global _library
-    with _switching:
-        if _library is not None:
-            _end(_library)
-            torch.clear_autocast_cache = _clear_cache_of_torch
-            _copies.clear()
-        _library = None
-
-
-def policy_in_use() -> Literal["device", "cuda"]:
-    """`device`: each device uses its own lists, as in torch; `cuda`: a CPU uses CUDA's."""
-    return "device" if _library is None else "cuda"
-
-
-@contextlib.contextmanager
-def kept_policy() -> Iterator[None]:
-    """Restore the current policy at the end of the context."""
-    restore = restore_policy if _library is None else use_cuda_policy
-    try:
-        yield
-    finally:
-        restore()
+    if _ours.names:
+        torch.clear_autocast_cache = _clear_cache_of_torch
+    _ours.remove()
+    _copies.clear()
 
 
 @contextlib.contextmanager
 def cuda_policy() -> Iterator[None]:
     """`use_cuda_policy` inside the context, for all threads."""
-    with kept_policy():
-        use_cuda_policy()
+    use_cuda_policy()
+    try:
         yield
+    finally:
+        restore_policy()
 
 
 def kernels_of(key: Literal["AutocastCPU", "AutocastCUDA"]) -> set[str]:

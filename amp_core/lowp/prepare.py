@@ -18,10 +18,7 @@ logger = logging.getLogger("amp_recipes")
 def prepare(
     net: nn.Module, config: AmpConfig, low: torch.dtype, *, on_gpu: bool, gathers: bool = False
 ) -> LowPrecisionWeights | None:
-    """Float8 layers and 16-bit weights in place, as `Amp.prepare`; returns the latter. `low`: dtype of activations.
-
-    `gathers`: a sharded layout will hold the weights, and gather them in 16 bits.
-    """
+    """Float8 layers and 16-bit weights in place, as `Amp.prepare`; returns the latter. `low`: dtype of activations."""
     mode = f"amp={config.name}"
     if config.update is None and (problem := lint.trained_in_16_bits(net)):
         if config.scaling:

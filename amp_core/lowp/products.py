@@ -14,6 +14,7 @@ emulated, on every device: the same numbers multiplied in fp32, slower than bflo
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ class Products:
         """Those of a format: fp8 (by tensor if no granularity is given), mxfp8, mxfp6, mxfp4, nvfp4."""
         if format == "fp8":
             narrow, square = _FP8[granularity or "tensor"]
+            # Gradients spread over more powers of two than what is forwarded: range before digits (arXiv:2209.05433).
             inputs, gradients = Scaling(E4M3, narrow), Scaling(E5M2, narrow)
             weights = Scaling(E4M3, square)
         elif format == "nvfp4":
@@ -117,10 +119,7 @@ def is_converted(net: nn.Module) -> bool:
 
 
 def pays(layer: nn.Module, how: Products) -> str:
-    """Whether float8 units make a linear layer faster than bfloat16: "pays", or why not; "" for other layers.
-
-    Thresholds of torchao 0.18 (float8/float8_linear_utils.py), from its measurements on an H100 with compiled casts.
-    """
+    """Whether float8 units make a linear layer faster than bfloat16: "pays", or why not; "" for other layers."""
     if not isinstance(layer, nn.Linear):
         return ""
     inputs, outputs = layer.in_features, layer.out_features
@@ -130,6 +129,7 @@ def pays(layer: nn.Module, how: Products) -> str:
         return "kept"
     if not how.has_units:
         return "emulated"
+    # Of torchao 0.18 (float8/float8_linear_utils.py), from its measurements on an H100 with compiled casts.
     is_small = outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
     if how.inputs.block[0] is None:
         is_small = inputs <= 4096 and outputs <= 1024
@@ -142,36 +142,26 @@ def why_none(left_alone: list[tuple[str, str]]) -> str:
     return f"no linear layer can be converted ({reasons})" if left_alone else "the network has no linear layer"
 
 
-def use_products(
-    net: nn.Module, how: Products, high: Iterable[str] | None = None, patterns: Iterable[str] = ("*",)
-) -> list[tuple[str, str]]:
-    """Make linear layers of `net` whose names match a glob of `patterns` multiply as `how` says, in place.
+def use_products(net: nn.Module, how: Products, high: Iterable[str] | None = None) -> list[tuple[str, str]]:
+    """Make the linear layers of `net` multiply as `how` says, in place.
 
     Call it after `keep_fp32`. Only the class of a layer changes: weights and names stay, copies and pickles work.
-    Layers that match `high` stay in the dtype of autocast; None: those of `HIGH`. Returns (name, reason) of the linear
-    layers that are not converted. ValueError: a glob matches no linear layer.
+    Layers that match a glob of `high` stay in the dtype of autocast; None: those of `HIGH`. Returns (name, reason) of
+    the linear layers that are not converted. ValueError: a glob matches no linear layer.
     """
     linears = {name: module for name, module in net.named_modules() if isinstance(module, nn.Linear)}
-    chosen = {name: None for pattern in patterns for name in _matching(pattern, linears)}
-    match = fnmatch.filter if high is None else lambda names, pattern: _matching(pattern, names)
-    kept = {name for pattern in (HIGH if high is None else high) for name in match(linears, pattern)}
-    islands = island_names(net)
-    left_alone = []
-    for name in chosen:
-        reason = "amp.keep_bf16 names it" if name in kept else _obstacle(name, linears[name], islands, how.multiple)
+    matching = {pattern: fnmatch.filter(linears, pattern) for pattern in (HIGH if high is None else high)}
+    for pattern in [pattern for pattern, names in matching.items() if high is not None and not names]:
+        raise ValueError(f"{pattern!r} matches none of the linear layers: {', '.join(linears) or 'none'}")
+    kept, islands, left_alone = set(itertools.chain(*matching.values())), island_names(net), []
+    for name, layer in linears.items():
+        reason = "amp.keep_bf16 names it" if name in kept else _obstacle(name, layer, islands, how.multiple)
         if reason:
             left_alone.append((name, reason))
         else:
-            linears[name].__class__ = LowLinear
-            setattr(linears[name], "products", how)  # noqa: B010 - a plain nn.Linear has none
+            layer.__class__ = LowLinear
+            setattr(layer, "products", how)  # noqa: B010 - a plain nn.Linear has none
     return left_alone
-
-
-def _matching(pattern: str, linears: dict[str, nn.Linear]) -> list[str]:
-    found = fnmatch.filter(linears, pattern)
-    if not found and pattern != "*":
-        raise ValueError(f"{pattern!r} matches none of the linear layers: {', '.join(linears) or 'none'}")
-    return found
 
 
 def _obstacle(name: str, layer: nn.Linear, islands: list[str], multiple: int) -> str | None:
@@ -186,7 +176,7 @@ def _obstacle(name: str, layer: nn.Linear, islands: list[str], multiple: int) ->
 
 def is_emulated(device: str | torch.device, how: Products) -> bool:
     """Whether `device` has no units for the products, and they are emulated in fp32."""
-    is_cuda = torch.device(device).type == "cuda" and _scaled_mm is not None
+    is_cuda = torch.device(device).type == "cuda" and _scaled_mm is not None  # 8.9: Ada, 9.0: Hopper
     return not (how.has_units and is_cuda and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
@@ -251,10 +241,8 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(a: Low, b: Low, how: Products, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a [M, K] times b [N, K], transposed. Within (K + 2) 2^-24 |a| |b|^T of the exact product, before the cast.
-
-    `fast` lets Hopper accumulate with fewer bits, enough for the forward pass but not for gradients.
-    """
+    """a [M, K] times b [N, K], transposed. Within (K + 2) 2^-24 |a| |b|^T of the exact product, before the cast."""
+    # `fast` lets Hopper accumulate with fewer bits, enough for the forward pass but not for gradients.
     if how.inputs.block[1] is not None:  # scales differ along what is summed over
         return (a.dense() @ b.dense().t()).to(dtype)
     factors = a.scale.view(-1, 1), b.scale.view(1, -1)

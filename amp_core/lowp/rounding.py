@@ -7,11 +7,9 @@ from torch import Tensor
 
 
 def halve(value: Tensor) -> tuple[Tensor, Tensor]:
-    """The bfloat16 nearest to fp32 numbers, and the 16 bits (int16) with which `whole` gives back every bit of them.
-
-    Halves of a last digit round away from zero: 65,537 fp32 numbers round to one even bfloat16 when ties go to even, so
-    with those no 16 bits suffice. That differs for one number in 2^17. For numbers that are not NaN.
-    """
+    """The bfloat16 nearest to fp32 numbers but NaN, and the 16 bits (int16) with which `whole` gives back every bit."""
+    # Halves of a last digit round away from zero: with ties to even, 65,537 fp32 numbers round to one even bfloat16,
+    # for which no 16 bits suffice. That differs for one number in 2^17.
     bits = value.contiguous().view(torch.int32)
     # As int16 a lower half from 0x8000 on is negative: there the upper half is rounded up, and `whole` takes it back.
     rest = bits.to(torch.int16)
@@ -38,8 +36,7 @@ def round_stochastically(value: Tensor, noise: Tensor) -> Tensor:
 def noise_16bit(count: int, step: Tensor, start: int = 0) -> Tensor:
     """[count] int32 from 0 to 65535, a function of `step` (0-d int64) and the position only, from `start` on.
 
-    The same on all devices and ranks, without a generator state to save. Mixes bits as lowbias32 of
-    https://github.com/skeeto/hash-prospector does (public domain).
+    The same on all devices and ranks, without a generator state to save.
     """
     first = (start + (1 << 31)) % (1 << 32) - (1 << 31)  # as int32, whose sums are those modulo 2^32
     places = torch.arange(count, dtype=torch.int32, device=step.device).add_(first)
@@ -48,6 +45,7 @@ def noise_16bit(count: int, step: Tensor, start: int = 0) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
+    # lowbias32 of https://github.com/skeeto/hash-prospector (public domain).
     x ^= (x >> 16) & 0xFFFF  # the shift extends the sign
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF

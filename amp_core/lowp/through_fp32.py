@@ -15,78 +15,47 @@ and networks with 16-bit weights are unchanged; other dtypes use torch's kernels
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amp_core.lowp.kernels import Kernels, end_library
 from amp_core.lowp.lint import CONVOLUTIONS, in_16_bits
-from amp_core.torch_private import cpu_has, find
+from amp_core.torch_private import cpu_has
 
 _CONVOLUTIONS = ("convolution", "convolution_backward")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _computed: dict[str, set[torch.dtype]] = {}
 """By operator, the dtypes that are computed in fp32."""
-_library: torch.library.Library | None = None
-_switching = threading.Lock()
-_end = find("torch.library.Library._destroy")
+_ours = Kernels("CPU")
 
 
 def compute_in_fp32(dtype: torch.dtype) -> None:
-    """Compute products and convolutions of `dtype` on CPUs in fp32, in the whole process. Idempotent.
-
-    In all its threads. On a CPU with units for the dtype only convolutions of fp16, and nothing of bf16. Nothing
-    either if this torch cannot restore its own kernels.
-    """
-    global _library
+    """Compute products and convolutions of `dtype` on CPUs in fp32, in the whole process. Idempotent."""
+    # On a CPU with units for the dtype convolutions of fp16 alone, and nothing of bf16.
     names = _CONVOLUTIONS if dtype is torch.float16 else ()
     if not cpu_has(str(dtype).removeprefix("torch.")):
         names = (*_CONVOLUTIONS, *_PRODUCTS)
-    if _end is None or not names:
+    if end_library is None or not names:  # or this torch could not restore its own kernels
         return
-    with _switching:
-        _library = _library or torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"(?s).*[Oo]verriding a previously registered kernel", UserWarning)
-            for name in names:
-                if name not in _computed:
-                    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
-                    _computed[name] = set()
-                    _library.impl(name, _through_fp32(kernel, _computed[name]), "CPU", with_keyset=True)
-                _computed[name].add(dtype)
+    for name in names:
+        _computed.setdefault(name, set()).add(dtype)
+    theirs = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in names if name not in _ours.names}
+    _ours.add({name: _through_fp32(kernel, _computed[name]) for name, kernel in theirs.items()}, with_keyset=True)
 
 
 def restore_kernels() -> None:
     """Restore torch's own kernels. Idempotent."""
-    global _library
-    with _switching:
-        if _library is not None:
-            _end(_library)
-        _library = None
-        _computed.clear()
+    _ours.remove()
+    _computed.clear()
 
 
 def in_use() -> dict[str, list[str]]:
     """By dtype, the operators that are computed in fp32 on CPUs; empty: torch's kernels compute."""
     dtypes = sorted(set[torch.dtype]().union(*_computed.values()), key=str)
     return {str(dtype)[6:]: [name for name, of in _computed.items() if dtype in of] for dtype in dtypes}
-
-
-@contextlib.contextmanager
-def kept_kernels() -> Iterator[None]:
-    """Restore the current kernels at the end of the context."""
-    before = in_use()
-    try:
-        yield
-    finally:
-        if before != in_use():
-            restore_kernels()
-            for name in before:
-                compute_in_fp32(getattr(torch, name))
 
 
 def note(net: nn.Module) -> str | None:
@@ -103,6 +72,7 @@ def _through_fp32(kernel: Any, dtypes: set[torch.dtype]) -> Callable[..., Any]:
         # Mixed dtypes are an error of the kernel.
         if dtype not in dtypes or any(isinstance(each, Tensor) and each.dtype is not dtype for each in args):
             return kernel.call_boxed(keys, *args, **factors)
+        # Exact: a product of two 11-bit significands has 22 bits, of which fp32 holds 24.
         wide = (value.float() if isinstance(value, Tensor) else value for value in args)
         results = kernel.call_boxed(keys, *wide, **factors)
         if isinstance(results, Tensor):

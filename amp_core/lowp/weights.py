@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -101,10 +101,7 @@ _data: Any = torch.Tensor.data
 
 
 class _LowParameter(nn.Parameter):
-    """A 16-bit weight. Its gradient is that of its fp32 side, so that a module, a wrapper and `p.grad = None` clear it.
-
-    `data` is another tensor in the same memory: what is written there leaves no trace in the weight's version.
-    """
+    """A 16-bit weight. Its gradient is that of its fp32 side: a module, a wrapper and `p.grad = None` clear it."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -133,6 +130,7 @@ class _LowParameter(nn.Parameter):
         _data.__set__(self, data)
 
     def _has_unseen_writes(self) -> None:
+        # `data` is another tensor in the same memory: what is written there leaves no trace in the weight's version.
         if self in sides:
             sides[self].version = None
 
@@ -190,15 +188,11 @@ class LowPrecisionWeights:
     Attributes:
         num_taken: 0-d int64 tensor, taken steps, which seed the noise of stochastic rounding.
 
-    ValueError: `dtype` and `update` do not fit together; the weights are 16-bit already, or none would be.
+    ValueError: the weights are 16-bit already, or none would be.
     """
 
     @torch.no_grad()
     def __init__(self, net: nn.Module, dtype: torch.dtype, update: Update) -> None:
-        if dtype not in HALF or update not in get_args(Update):
-            raise ValueError(f"{dtype}, {update!r}: expected float16 or bfloat16, and one of {get_args(Update)}")
-        if update in ("stochastic", "remainder") and dtype is not torch.bfloat16:
-            raise ValueError(f"update={update!r} is for bfloat16 weights; {dtype}: use 'master'")
         if any(p.dtype in HALF for p in net.parameters()):
             raise ValueError("the weights are 16-bit already, their fp32 values are lost; pass a network in fp32")
         lows = low_weights(net)
@@ -262,10 +256,8 @@ class LowPrecisionWeights:
 
     @torch.no_grad()
     def reduce_(self, params: Iterable[Tensor]) -> None:
-        """Sum gradients over ranks in fp32, in a few large buckets. Once per step, before they are unscaled or read.
-
-        All ranks must have gradients for the same weights; those of other networks are ignored.
-        """
+        """Sum gradients over ranks in fp32, in a few large buckets. Once per step, before they are unscaled or read."""
+        # Of this network alone; all ranks have gradients for the same weights.
         grads = [p.grad for p in params if p in self._owned and p.grad is not None] if several_ranks() else []
         if any(grad.is_sparse for grad in grads):
             raise TypeError("sparse gradients of 16-bit weights cannot be summed over ranks; use sparse=False")
@@ -281,7 +273,7 @@ class LowPrecisionWeights:
         """Give the optimizer's `params` their values, before anything reads them, including adaptive clipping."""
         for low, side in self._of(params):
             value = side.value(low)
-            if not side.keeps:
+            if not side.keeps:  # else the optimizer owns the very tensor
                 side.master.data = value
 
     @torch.no_grad()

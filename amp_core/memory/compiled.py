@@ -18,6 +18,7 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import os
 import shutil
 import sys
 import time
@@ -149,10 +150,7 @@ def _sentence(problem: BaseException) -> str:
 
 @contextlib.contextmanager
 def allow_graphs() -> Iterator[None]:
-    """Raise the limit of graphs per function, for the whole process; restored afterwards.
-
-    Compiled code is dropped at the end: jobs of a sweep share functions and would reach any limit.
-    """
+    """Raise the limit of graphs per function, for the whole process; restored afterwards."""
     limits = find("torch._dynamo").config
     with limits.patch(
         recompile_limit=MOST_GRAPHS,
@@ -165,7 +163,7 @@ def allow_graphs() -> Iterator[None]:
             yield
         finally:
             tracer.removeFilter(brief)
-            torch.compiler.reset()
+            torch.compiler.reset()  # jobs of a sweep share functions, and would reach any limit
 
 
 def may_compile() -> bool:
@@ -199,18 +197,9 @@ def missing_compiler(backend: str, device_type: str) -> str | None:
         return None
     if device_type == "cuda":
         return None if importlib.util.find_spec("triton") else "inductor needs the package triton for a GPU"
-    get_cpp_compiler = find("torch._inductor.cpp_builder.get_cpp_compiler")
-    none_found = find("torch._inductor.exc.InvalidCxxCompiler")
-    if get_cpp_compiler is None or none_found is None:
-        return None
-    known = find("torch._inductor.config").cpp.cxx
-    candidates = known if isinstance(known, list | tuple) else (known,)
-    found = None
-    with contextlib.suppress(none_found):
-        found = get_cpp_compiler()
-    if found is None or shutil.which(found) is None:
-        return f"inductor needs a C++ compiler for a CPU; found none of {', '.join(filter(None, candidates))}"
-    return None
+    # What inductor looks for.
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    return None if shutil.which(compiler) else f"inductor needs a C++ compiler for a CPU; found no {compiler}"
 
 
 class _Compiled(Generated):

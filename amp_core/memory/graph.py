@@ -277,10 +277,8 @@ def _join(window: list[MicroBatch], tensors: list[Tensor]) -> list[MicroBatch]:
 
 @contextlib.contextmanager
 def _capturable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Adam refuses to be captured unless its groups are `capturable`; fused, it computes the same either way.
-
-    Only inside the context: groups are part of checkpoints, and other devices refuse the flag.
-    """
+    """Adam refuses to be captured unless its groups are `capturable`; fused, it computes the same either way."""
+    # Only inside the context: groups are part of checkpoints, and other devices refuse the flag.
     groups = [group for optimizer in optimizers for group in optimizer.param_groups if "capturable" in group]
     before = [group["capturable"] for group in groups]
     for group in groups:

@@ -1,9 +1,4 @@
-"""torch.cuda.set_sync_debug_mode for a region: which operations make the host wait for the GPU.
-
-The first call in a process warns that the mode is a prototype. If warnings are errors (`python -W error`, pytest
-with filterwarnings=error) it is raised after the mode was set, and everything that follows runs in that mode. So the
-mode is set only here.
-"""
+"""torch.cuda.set_sync_debug_mode for a region: which operations make the host wait for the GPU."""
 
 from __future__ import annotations
 
@@ -21,6 +16,8 @@ Mode = Literal["default", "warn", "error"]
 
 def set_sync_debug(mode: Mode) -> None:
     """Set the mode for the whole process, all threads, without its warning."""
+    # It says that the mode is a prototype. Where warnings are errors it is raised after the mode was set, and what
+    # follows runs in that mode.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)

@@ -21,12 +21,12 @@ from amp_core.config.redact import redact
 from amp_core.config.schema import ONE_PROCESS, Config
 from amp_core.data.loading import DIED, bounded_waits
 from amp_core.layouts.placement import Placement
-from amp_core.lowp.through_fp32 import kept_kernels
 from amp_core.run.environment import Environment, outcome_of
 from amp_core.run.folder import RunFolder
 from amp_core.run.rendezvous import worker_stores
 from amp_core.run.stop import PATIENCE, SIGNALS, TIME_LIMIT, Stop, exit_code_of
 from amp_core.run.teardown import end_process_group
+from amp_core.step import settings
 from amp_core.tensors import UNTESTED_DEVICES
 
 TWICE = "interrupted twice: stopped immediately; the steps since the last checkpoint are lost"
@@ -112,12 +112,9 @@ def environment(job: Job) -> Iterator[Environment]:
         rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     device = resolve_device(cfg.device, local_rank * (cfg.layout.num_stages or 1))
     with contextlib.ExitStack() as undo:
-        undo.enter_context(kept_kernels())
+        settings.restore()  # a run computes the same, whatever `Amp` this process had before
+        undo.callback(settings.restore)
         undo.enter_context(_settings(cfg))
-        if cfg.amp.op_policy == "cuda":
-            from amp_core.lowp.op_policy import kept_policy  # other runs need none of it
-
-            undo.enter_context(kept_policy())
         if cfg.perf.compile is not None:
             from amp_core.memory.compiled import allow_graphs  # other runs need no compiler
 

@@ -22,6 +22,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -36,9 +37,9 @@ from amp_core.step.fused import take_step
 from amp_core.step.gradients import as_scalar, at_least_fp32, run_backward, with_grads, zero_or_nan
 from amp_core.step.observer import Observer, show_gradients
 from amp_core.step.report import Rehearsal, StepReport
-from amp_core.step.scaler import LossScale, Numbers, policy_of
+from amp_core.step.scaler import LossScale, policy_of
 from amp_core.step.state import OptimizerState, WindowState
-from amp_core.step.steppable import can_skip_on_device, require_fits_mode, require_own_weights, require_steppable
+from amp_core.step.steppable import require_fits_mode, require_own_weights, require_steppable
 from amp_core.tensors import HALF, has_16bit, is_sharded, several_ranks
 from amp_core.torch_private import log_missing
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from amp_core.step.skips import Outliers
 
 logger = logging.getLogger("amp_recipes")
-_USABLE = "_amp_core_usable"  # where an optimizer keeps which `Amp` has checked it, with how many groups
+_groups_of = attrgetter("param_groups")
 
 
 class Amp:
@@ -82,7 +83,7 @@ class Amp:
         self._low = self.dtype if config.update is None else getattr(torch, config.weights)
         self.scaler = LossScale(policy_of(config, samples), self.device)
         settings.set_for(config, self.device, self._low, self.sets_process)
-        self._checked: set[frozenset[tuple[int, int]]] = set()
+        self._checked: set[frozenset[tuple[Any, int]]] = set()  # optimizers of a window, and how many groups they have
         self._guards: list[BufferGuard] = []
         self.weights: list[LowPrecisionWeights] = []  # of networks with 16-bit weights, in the order of `prepare`
         self._window = WindowState()
@@ -96,8 +97,7 @@ class Amp:
 
             self.outliers = Outliers(config.skip_above, self.device)
         self.observers: list[Observer] = []  # told of each loss, gradient and step
-        self._numbers = Numbers(self.device)
-        self._zero = self._numbers[0.0]
+        self._zero = self.scaler.numbers[0.0]
         self._skips = torch.zeros(2, dtype=torch.float32, device=self.device)
         self.num_skipped, self.num_consecutive_skips = self._skips.unbind()
         """Windows with a skipped step, in total and since the last window without one: 0-d float32, exact to 2^24."""
@@ -157,16 +157,12 @@ class Amp:
         """Backward pass of the scaled loss, with autocast off. `retain_graph`, `inputs`: as in `autograd.backward`.
 
         Args:
-            loss: a scalar of any floating dtype; or any tensor, with a gradient of its shape.
+            loss: a scalar of any floating dtype; or any tensor, with a gradient of its shape. ValueError: neither.
             gradient: the weight of the loss, such as `micro.weight`; or the gradient of a loss computed elsewhere with
-                respect to the tensor `loss`. It is scaled.
-
-        Raises:
-            RuntimeError: it reaches weights whose gradients were already unscaled in this window.
-            ValueError: the loss is no scalar, and no gradient of its shape was given.
+                respect to the tensor `loss`. It is scaled. RuntimeError: it reaches gradients that `unscale_` divided.
         """
         window = self._window
-        window.is_open = True
+        window.is_open = True  # its gradients carry the present scale, which must stay until `update`
         unscaled = window.unscaled_gradients() if window.states else []
         if not isinstance(gradient, Tensor) or gradient.ndim == 0:
             loss = as_scalar(loss) if loss.ndim else loss
@@ -176,7 +172,7 @@ class Amp:
             self.note_loss(loss)
             # Weight and scale are the initial gradient, so they add no operator to the graph. A new tensor each time,
             # since gradients may be views of it; without a policy the scale is 1.
-            weight = gradient if is_double or isinstance(gradient, Tensor) else self._numbers[gradient]
+            weight = gradient if is_double or isinstance(gradient, Tensor) else self.scaler.numbers[gradient]
             gradient = self.scaler.scale * weight if isinstance(weight, Tensor) else self.scaler.scale.double() * weight
         elif self.scaler.policy is not None:
             gradient = self.scaler.scale * gradient
@@ -185,11 +181,8 @@ class Amp:
             observer.on_backward(initial)
         run = self._autocast_off()(run_backward) if torch.is_autocast_enabled(self.device.type) else run_backward
         run(loss, initial, retain_graph, inputs)
-        if unscaled and unscaled != window.unscaled_gradients():
-            raise RuntimeError(
-                "amp.backward added scaled gradients to gradients that amp.unscale_ had unscaled; call unscale_ once, "
-                "after the last backward of the window"
-            )
+        if unscaled:
+            window.require_unchanged(unscaled)
 
     def note_loss(self, loss: Tensor) -> None:
         """Take note of a loss of the window, 0-d, as `backward` does: `step` skips if it is not finite."""
@@ -297,7 +290,7 @@ class Amp:
         if not optimizers or len(optimizers) > len(set(optimizers)):
             raise ValueError(f"amp.step: got {len(optimizers)} optimizers, expected at least one, none of them twice")
         with torch.set_grad_enabled(False):  # once, and not `no_grad`: each such region takes as long as an operator
-            window, rehearsal, agree = self._window, self._rehearsal, several_ranks()
+            window, rehearsal, agree, outlier = self._window, self._rehearsal, several_ranks(), None
             skips = rehearsal is not None and not rehearsal.steps
             states = [self._state_of(each) for each in optimizers]
             if self.observers:
@@ -310,19 +303,10 @@ class Amp:
             overflow = skipped = functools.reduce(torch.maximum, found)
             if window.loss is not None:
                 skipped = torch.addcmul(overflow, window.loss, self._zero).ne_(self._zero)  # inf times 0 is NaN
-            window.is_stepping, Amp.num_calls = True, Amp.num_calls + 1
-            window.num_stepped += len(states)
+            window.is_stepping, Amp.num_calls = True, Amp.num_calls + 1  # losses behind this are of another phase
             norm = states[0].norm if len(states) == 1 else torch.stack([state.norm for state in states]).norm()
-            sizes, outlier = [] if self.outliers is None else self.outliers.sizes(window.loss, norm), None
-            if agree:  # in one reduction, before any weight moves: replicas that decide differently drift apart
-                both = torch.stack((overflow, skipped, *sizes))
-                dist.all_reduce(both, op=dist.ReduceOp.MAX)
-                overflow, skipped, *sizes = both.unbind()
-            if self.outliers is not None:
-                outlier = self.outliers.judge(optimizers[0], sizes, record=rehearsal is None)
-                skipped = torch.maximum(skipped, outlier)
-            if rehearsal is not None:
-                skipped = rehearsal.examine(optimizers, skipped)
+            if agree or rehearsal is not None or self.outliers is not None:
+                overflow, skipped, outlier = self._agree(overflow, skipped, norm, optimizers)
             taken = torch.eq(skipped, self._zero) if has_grads else torch.zeros_like(skipped, dtype=torch.bool)
             torch.clear_autocast_cache()  # an enclosing region would serve copies of the weights before this step
             on_host = None if on_device else not skips and has_grads and self._decide(states, taken)
@@ -457,9 +441,26 @@ class Amp:
         if self.outliers is not None:
             self.outliers.load(progress.get("usual", []))
         if kept := progress.get("kept_scale"):
-            self.scaler.recall(kept)
+            if self.scaler.policy is not None:
+                logger.info("the loss scale continues as it was before the modes without one")
+            self.scaler.load_state_dict(kept)
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _agree(
+        self, overflow: Tensor, skipped: Tensor, norm: Tensor, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What all ranks, `amp.skip_above` and a rehearsal make of a step: overflow, skipped, outlier."""
+        rehearsal, outlier = self._rehearsal, None
+        sizes = [] if self.outliers is None else self.outliers.sizes(self._window.loss, norm)
+        if several_ranks():  # in one reduction, before any weight moves: replicas that decide differently drift apart
+            both = torch.stack((overflow, skipped, *sizes))
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+            overflow, skipped, *sizes = both.unbind()
+        if self.outliers is not None:
+            outlier = self.outliers.judge(optimizers[0], sizes, record=rehearsal is None)
+            skipped = torch.maximum(skipped, outlier)
+        return overflow, skipped if rehearsal is None else rehearsal.examine(optimizers, skipped), outlier
 
     def _decide(self, states: Sequence[OptimizerState], taken: Tensor) -> bool:
         """Read whether optimizers that cannot skip on the device step. Waits for it, which the log says once."""
@@ -472,18 +473,18 @@ class Amp:
     def _state_of(self, optimizer: torch.optim.Optimizer) -> OptimizerState:
         states = self._window.states
         if optimizer not in states:
-            if states or optimizer.__dict__.get(_USABLE) != (self, len(optimizer.param_groups)):
+            # Checked once for each set: to compare all weights in every step takes longer than a small step.
+            members = (*states, optimizer)
+            among = frozenset(zip(map(weakref.ref, members), map(len, map(_groups_of, members)), strict=True))
+            if among not in self._checked:
                 self._require_usable(optimizer)
-            on_device = can_skip_on_device(optimizer)
-            states[optimizer] = OptimizerState(optimizer, on_device, self.scaler, self.weights, self._numbers)
+                self._checked.add(among)
+            states[optimizer] = OptimizerState(optimizer, self.scaler, self.weights)
         return states[optimizer]
 
     def _require_usable(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer that cannot step in this mode, or beside the others of the window."""
         require_steppable(optimizer)
         require_fits_mode(optimizer, self.config, has_weights=bool(self.weights))
-        if self._window.states:
-            require_own_weights(optimizer, self._window.states, self._checked)
-        if optimizer.__dict__.get(_USABLE, (None,))[0] is not self:
-            self._probes += map(weakref.ref, with_grads(optimizer)[0][-1:])
-        optimizer.__dict__[_USABLE] = self, len(optimizer.param_groups)
+        require_own_weights(optimizer, self._window.states)
+        self._probes += map(weakref.ref, with_grads(optimizer)[0][-1:])

@@ -7,9 +7,10 @@ overflow only in the backward pass leaves the statistics of a batch that was not
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from amp_core.step.state import OptimizerState
 
 logger = logging.getLogger("amp_recipes")
+
+_Place = tuple[nn.Module, str]
 
 
 class BufferGuard:
@@ -42,73 +45,65 @@ class BufferGuard:
 
     def __init__(self, net: nn.Module) -> None:
         self._net = weakref.ref(net)
-        self._owners: list[tuple[nn.Module, str, Tensor]] = []
+        self._buffers: dict[_Place, Tensor] = {}
+        """Those of the snapshot, which are flat in the groups."""
         self._groups: list[_Group] = []
-        self._armed = self._records = self._is_lent = self._is_noted = False
+        self._began: bool | None = None
+        """Whether the forward pass that began the window recorded a graph; None: the window has not begun."""
+        self._is_lent = self._is_noted = False
         self.was_called = False
         """In the present window."""
         self._modules = [m for m in net.modules() if buffers_of(m).keys() - passing_buffers_of(m)]
-        self._own = dict[tuple[nn.Module, str], Tensor]()
-        """The buffers between two forward passes."""
         self.has_buffers = bool(self._modules)
         if self.has_buffers:
             net.register_forward_pre_hook(CopySafeHook(self.arm))
         for module in self._modules:
             module.register_load_state_dict_post_hook(CopySafeHook(self._after_load))
-        self._look()
+        self._own = self._found()
+        """The buffers between two forward passes."""
         self.parameters = frozenset(master_params(net))
 
     def __reduce__(self) -> Any:
         net = self._net()
         return BufferGuard, (nn.Identity() if net is None else net,)
 
-    def _found(self) -> list[tuple[nn.Module, str, Tensor]]:
-        return [
-            (module, name, buffer)
+    def _found(self) -> dict[_Place, Tensor]:
+        return {
+            (module, name): buffer
             for module in self._modules
             for name, buffer in buffers_of(module).items()
             if buffer is not None and name not in passing_buffers_of(module)
-        ]
+        }
 
-    def _look(self) -> None:
-        self._own = {(module, name): buffer for module, name, buffer in self._found()}
-
-    def _is_foreign(self, module: nn.Module, name: str, buffer: Tensor) -> bool:
+    def _is_foreign(self, place: _Place, buffer: Tensor) -> bool:
         """Whether a buffer is a caller's, for one forward pass: another one of the same kind, not moved or cast."""
-        own = self._own.get((module, name), buffer)
+        own = self._own.get(place, buffer)
         return own is not buffer and (own.device, own.dtype) == (buffer.device, buffer.dtype)
 
     def arm(self, *_: Any) -> None:
         """Begin a window with a snapshot, unless one has begun. Called before each forward pass of the network."""
-        records = torch.is_grad_enabled()
+        began, records = self._began, torch.is_grad_enabled()
         # A window that began without a graph begins anew at the first forward pass with one.
-        if self._armed and (self._records or not records):
+        if (began is not None and began >= records) or not any(module.training for module in self._modules):
             return
-        found = [row for row in self._found() if row[0].training]
-        if not found:  # evaluation, or a network without statistics
-            return
-        is_new = not same([buffer for _, _, buffer in found], [buffer for _, _, buffer in self._owners])
-        self.was_called = True
-        if is_new and any(self._is_foreign(*row) for row in found):
+        found = self._found()
+        self.was_called, is_new = True, not same(found.values(), self._buffers.values())
+        if is_new and any(self._is_foreign(*item) for item in found.items()):
             self._is_lent = True
             return
-        keeps = self._armed and not is_new
-        self._armed, self._records = True, records
-        with torch.no_grad():
-            if is_new:
-                self._owners = found
-                self._own |= {row[:2]: row[2] for row in found}
-                self._groups = [_Group(parts) for (parts,) in flat_groups((buffer,) for _, _, buffer in found)]
-            for group in self._groups:
-                if keeps:  # what forwards without a graph have spoilt comes from the batch that is trained on next
-                    now = torch.cat(group.parts, out=group.kept.new_empty(0))
-                    group.kept.copy_(torch.where(now.isfinite(), now, group.kept))
-                else:
-                    torch.cat(group.parts, out=group.kept)
+        self._began = records
+        if is_new:
+            self._buffers, self._own = found, self._own | found
+            self._groups = [_Group(parts) for (parts,) in flat_groups((buffer,) for buffer in found.values())]
+        for group in self._groups:
+            if began is None or is_new:
+                torch.cat(group.parts, out=group.kept)
+            else:  # what forwards without a graph have spoilt comes from the batch that is trained on next
+                now = torch.cat(group.parts, out=group.kept.new_empty(0))
+                group.kept.copy_(torch.where(now.isfinite(), now, group.kept))
 
     def _after_load(self, module: nn.Module, keys: Any) -> None:
-        self._armed = False
-        self._look()
+        self._began, self._own = None, self._found()
 
     @torch.no_grad()
     def settle(self, taken: Tensor | None, after: OptimizerState | None = None) -> None:
@@ -121,18 +116,17 @@ class BufferGuard:
             return
         if after is not None and not self.was_called and after.grads:
             self._note_bypass()
-        was_armed, self._armed = self._armed, False
-        if not was_armed or taken is None:
-            if was_armed or self._is_lent:
-                self._is_lent = False
-                self._look()
+        began, self._began = self._began, None
+        if began is None or taken is None:
+            if began is not None or self._is_lent:
+                self._own, self._is_lent = self._found(), False
             return
         for group in self._groups:
             moves = taken.to(group.kept.device, non_blocking=True)
             # where, not lerp: 0 * NaN is NaN.
             chosen = torch.where(moves, torch.cat(group.parts, out=group.kept.new_empty(0)), group.kept)
             foreach_copy_(group.parts, list(chosen.split(group.sizes)))
-        for module, name, buffer in self._owners:
+        for (module, name), buffer in self._buffers.items():
             now = buffers_of(module)[name]
             if now is not buffer and now is not None:  # a forward pass put a new tensor in its place
                 moves = taken.to(now.device, non_blocking=True)
@@ -149,18 +143,15 @@ class BufferGuard:
             )
 
 
-class CopySafeHook:
+class CopySafeHook(functools.partial[None]):
     """Calls a function. In a copy or a pickle of the network it does nothing."""
 
-    def __init__(self, function: Callable[..., None] | None = None) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> None:
-        if self._function is not None:
-            self._function(*arguments)
-
     def __reduce__(self) -> Any:
-        return CopySafeHook, ()
+        return CopySafeHook, (_ignore,)
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    pass
 
 
 class _Group:
@@ -173,10 +164,8 @@ class _Group:
 
 
 def flat_groups(rows: Iterable[Sequence[Tensor]]) -> list[tuple[list[Tensor], ...]]:
-    """The columns of rows of tensors, such as a buffer and its average, flat and for each kind together.
-
-    A ResNet-50 has 159 buffers, each of which costs kernels. A row with a non-contiguous tensor is alone, in its shape.
-    """
+    """The columns of rows of tensors, such as a buffer and its average, flat and for each kind together."""
+    # A ResNet-50 has 159 buffers, each of which costs kernels. A row that is not contiguous is alone, in its shape.
     found: dict[Any, list[list[Tensor]]] = {}
     for i, row in enumerate(rows):
         flat = all(tensor.is_contiguous() for tensor in row)

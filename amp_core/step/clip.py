@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amp_core.config.schema import ClipConfig
 from amp_core.step.scaler import Numbers
-from amp_core.tensors import is_dtensor, local, multiply_, shard_group
+from amp_core.tensors import is_dtensor, local, shard_group
 from amp_core.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_copy_
 
 
@@ -23,20 +23,15 @@ class Clip:
 
     kind: str
     threshold: float
-    folded: bool = True
-    """norm: a fused optimizer divides by the factor; otherwise gradients are multiplied before its step."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.threshold < float("inf"):
             raise ValueError(f"Clip.{self.kind}({self.threshold}): expected a positive finite number")
 
     @classmethod
-    def norm(cls, max_norm: float, *, folded: bool = True) -> Clip:
-        """Scale all gradients by max_norm / norm when their global L2 norm is larger.
-
-        `folded=False` rounds as `torch.nn.utils.clip_grad_norm_` does, for one more pass over the gradients.
-        """
-        return cls("norm", max_norm, folded)
+    def norm(cls, max_norm: float) -> Clip:
+        """Scale all gradients by max_norm / norm when their global L2 norm is larger."""
+        return cls("norm", max_norm)
 
     @classmethod
     def value(cls, max_value: float) -> Clip:
@@ -53,21 +48,15 @@ class Clip:
         """The clipping of the `clip` group, or None."""
         thresholds = {"norm": config.max_norm, "value": config.max_value, "adaptive": config.factor}
         threshold = thresholds.get(config.name)
-        return None if threshold is None else cls(config.name, threshold, config.folded is not False)
+        return None if threshold is None else cls(config.name, threshold)
 
     def divisor(self, norm: Tensor, numbers: Numbers) -> Tensor:
         """norm: the divisor of all gradients, a 0-d tensor of at least 1, from their 0-d global norm."""
         # 1e-6 as in torch.nn.utils.clip_grad_norm_. Of an infinite norm it is infinite, and that step is skipped.
         return torch.maximum((norm + numbers[1e-6]).div_(numbers[self.threshold]), numbers[1.0])
 
-    def __call__(self, params: list[Tensor], grads: list[Tensor], norm: Tensor) -> None:
-        """Change the unscaled gradients of `params`, whose global norm is `norm` (0-d), in place. No host-device sync.
-
-        Of sparse gradients these are the values.
-        """
-        if self.kind == "norm":
-            multiply_(grads, (self.threshold / (norm + 1e-6)).clamp_(max=1.0))  # rounded as in torch
-            return
+    def __call__(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """value, adaptive: change the unscaled gradients of `params` (of sparse ones, the values) in place. No sync."""
         if self.kind == "value":
             foreach_clamp_min_(local(grads), -self.threshold)
             foreach_clamp_max_(local(grads), self.threshold)
@@ -94,10 +83,8 @@ def _unit_norms(tensor: Tensor) -> Tensor:
 
 
 def _join_vectors(tensors: list[Tensor], norms: list[Tensor]) -> None:
-    """Turn norms of sharded vectors into those of the full vectors, in place, with one reduction per group of ranks.
-
-    Rows are complete on their rank: sharding splits the first dimension.
-    """
+    """Turn norms of sharded vectors into those of the full vectors, in place, with one reduction per group of ranks."""
+    # Rows are complete on their rank: sharding splits the first dimension.
     groups: dict[dist.ProcessGroup, list[Tensor]] = {}
     for tensor, norm in zip(tensors, norms, strict=True):
         if not is_dtensor(tensor):

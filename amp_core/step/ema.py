@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.config.schema import EmaConfig
-from amp_core.lowp.masters import buckets, fp32_copy, fp32_values
+from amp_core.lowp.masters import buckets, fp32_copy, fp32_values, is_low
 from amp_core.step.buffers import flat_groups
 from amp_core.step.gradients import same
 from amp_core.step.report import StepReport
@@ -53,16 +53,16 @@ class Ema:
         self._frozen: list[tuple[Tensor, Tensor]] = []
         """Averages and weights that did not train when this was made."""
         for average, weight in zip(self.model.parameters(), self.source.parameters(), strict=True):
-            if weight.requires_grad:
+            if share_frozen and not weight.requires_grad:
+                average.data = weight.data
+            elif weight.requires_grad or is_low(weight):
                 self._averages.append(average)
                 self._weights.append(weight)
-            elif share_frozen:
-                average.data = weight.data
             else:
                 self._frozen.append((average, weight))
         names = (name.rpartition(".") for name, _ in self.source.named_buffers())
         self._owners = [(self.source.get_submodule(path), name) for path, _, name in names]
-        self._present: list[Tensor | None] = []
+        self._present: list[Tensor | None] | None = None
         self._groups: list[_Group] = []
         device = next(self.model.parameters()).device
         self.num_taken = torch.zeros((), dtype=torch.int64, device=device)
@@ -72,8 +72,7 @@ class Ema:
     @torch.no_grad()
     def update(self, report: StepReport) -> None:
         """Move the average towards the weights if the step was taken. No host-device sync."""
-        taken = report.taken
-        weight = self._weight
+        taken, weight = report.taken, self._weight
         if self.warmup:
             # 1 - (1 + t) / (10 + t), without the difference of two numbers near 1. Within 2^-22 of the exact weight.
             weight = torch.maximum(weight, 9.0 / (self.num_taken + 10))
@@ -86,34 +85,28 @@ class Ema:
             multiply_(steps, weight)
             foreach_sub_(averages, steps)
         present = [buffers_of(module)[name] for module, name in self._owners]
-        if not same(present, self._present):  # the first, or replaced
+        if self._present is None or not same(present, self._present):
             self._group(present)
         for group in self._groups:
-            _move(group, weight, taken)
-        for group in self._frozen_groups() if self._frozen else ():
             _move(group, weight, taken)
         self.num_taken += taken
 
     def _group(self, present: list[Tensor | None]) -> None:
         pairs = [pair for pair in zip(self.model.buffers(), present, strict=True) if pair[1] is not None]
-        groups = flat_groups(pairs)  # type: ignore[arg-type]
-        self._groups = [(averages, values, list(map(len, averages))) for averages, values in groups]
-        self._present = present
-
-    def _frozen_groups(self) -> Iterator[_Group]:
-        averages, weights = map(local, zip(*self._frozen, strict=True))
-        for parts, values in flat_groups(zip(averages, fp32_values(weights), strict=True)):
+        pairs += [tuple(local(pair)) for pair in self._frozen]
+        self._groups, self._present = [], present
+        for averages, values in flat_groups(pairs):  # type: ignore[arg-type]
             rest = iter(values)
-            for bucket in buckets(parts):
-                yield bucket, list(islice(rest, len(bucket))), list(map(len, bucket))
+            for bucket in buckets(averages):  # a frozen network may be large
+                self._groups.append((bucket, list(islice(rest, len(bucket))), list(map(len, bucket))))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_groups": [], "_present": []}  # views, which a copy would detach from their base
+        return vars(self) | {"_groups": [], "_present": None}  # views, which a copy would detach from their base
 
     def reset(self) -> None:
         """Restart from the current weights."""
         self.model.load_state_dict(self.source.state_dict())
-        self.num_taken.zero_()
+        self.num_taken.zero_()  # warms up again
 
     def state_dict(self) -> dict[str, Tensor]:
         """The EMA weights, a plain state dict of the network."""

@@ -1,7 +1,7 @@
 """Optimizers of installed packages, by `optimizer.name=<module.Class>`.
 
-A configuration may come from anywhere, and importing a package runs its code: so it has to be a known one, one that an
-installed project names (entry points of the group `amp_recipes_optimizers`), or that of `optimizer.package`.
+A configuration may come from anywhere, and importing a package runs its code: so it has to be a known one, or that of
+`optimizer.package`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import logging
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
-from importlib.metadata import entry_points, packages_distributions
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,12 @@ from amp_core.vision import import_torchvision
 
 KNOWN = "bitsandbytes", "muon", "prodigyopt", "pytorch_optimizer", "schedulefree", "timm", "torch_optimizer", "torchao"
 """The packages of docs/OPTIMIZERS.md."""
-GROUP = "amp_recipes_optimizers"
 
 
 def find_optimizer(name: str, package: str | None) -> type[Optimizer]:
     """The class of `optimizer.name`. ValueError: there is none, or it may not be imported."""
     top, module, kind = name.partition(".")[0], *name.rpartition(".")[::2]
-    allowed = {*KNOWN, *(entry.value.partition(":")[0].partition(".")[0] for entry in entry_points(group=GROUP))}
-    if top not in allowed | {package}:
+    if top not in (*KNOWN, package):
         raise ValueError(f"imports the package {top} only if asked: add optimizer.package={top}")
     if not _is_installed(top):
         raise ValueError(f"needs the package {top}, which is not installed: pip install {top}")
@@ -44,7 +41,7 @@ def find_optimizer(name: str, package: str | None) -> type[Optimizer]:
         from amp_core.lowp.adam8 import AdamW8bit  # saves plain tensors
 
         return AdamW8bit
-    with warnings.catch_warnings(), _without_logging():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the package, about itself
         if top == "timm":
             import_torchvision()
@@ -71,21 +68,9 @@ def _is_installed(package: str) -> bool:
 
 
 @contextlib.contextmanager
-def _without_logging() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # of kernels for GPUs
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-@contextlib.contextmanager
 def averaged(optimizers: Iterable[Any]) -> Iterator[None]:
-    """Within: the weights are the average at which a schedule-free optimizer is evaluated (arXiv:2405.15682).
-
-    Its `eval` and `train` are inverse up to rounding alone, so the weights of training are copied and put back.
-    """
+    """Within: the weights are the average at which a schedule-free optimizer is evaluated (arXiv:2405.15682)."""
+    # Its `eval` and `train` are inverse up to rounding alone, so the weights of training are copied and put back.
     kept = [(each, [p.detach().clone() for p in weights_of(each)]) for each in optimizers if hasattr(each, "eval")]
     try:
         for each, _ in kept:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amp_core.step.gradients import same
 from amp_core.tensors import is_state_sharded, step_on_local_shards
-from amp_core.torch_private import find, is_missing, reader
+from amp_core.torch_private import find, reader
 
 if TYPE_CHECKING:
     from amp_core.step.state import OptimizerState
@@ -35,7 +35,7 @@ _all_after = find("torch.optim.optimizer._global_optimizer_post_hooks", True)
 _before = reader("torch.optim.Optimizer._optimizer_step_pre_hooks", lambda optimizer: True)
 _after = reader("torch.optim.Optimizer._optimizer_step_post_hooks", lambda optimizer: True)
 _TORCHS = getattr(find("torch.optim.Optimizer.profile_hook_step"), "__globals__", {})
-is_missing("torch.autograd.profiler._is_profiler_enabled")  # logged here; it changes and is read in each step
+_is_profiling = reader("torch.autograd.profiler._is_profiler_enabled", lambda profiler: True)
 _CACHE = "_amp_core_step"
 """Where an optimizer keeps its `FusedStep`: no part of its state, neither saved nor copied with it."""
 _Entry = dict[str, Any]
@@ -86,14 +86,9 @@ class FusedStep:
     def fits(self, params: list[Tensor]) -> bool:
         """Whether the weights, groups and state that the lists were made from are unchanged."""
         # By identity: loaded states and added groups are other objects, and comparing values would wait for the device.
-        state = self._optimizer.state
-        return (
-            state is self._state
-            and same(params, self._all)
-            and same(state.values(), self._entries)
-            and _settings(self._optimizer) == self._settings
-            and all(map(is_, map(_step, self._counted), self._steps))
-        )
+        state, counts = self._optimizer.state, map(is_, map(_step, self._counted), self._steps)
+        is_same = state is self._state and same(params, self._all) and same(state.values(), self._entries)
+        return is_same and _settings(self._optimizer) == self._settings and all(counts)
 
     def take(self, grads: list[Tensor], taken: Tensor, found_inf: Tensor, divisor: Tensor | None) -> None:
         """Do what `optimizer.step()` does, with the gradients of the weights, in their order."""
@@ -125,22 +120,18 @@ def _adam(group: _Entry, params: list[Tensor], grads: list[Tensor], members: lis
 def take_step(state: OptimizerState, taken: Tensor, found_inf: Tensor, *, several_ranks: bool) -> None:
     """Step a fused optimizer if `taken` (0-d bool), which `found_inf` (0-d float32) tells its kernels. No sync."""
     optimizer, divisor = state.optimizer, state.divisor
-    if state.in_parts or (several_ranks and is_state_sharded(optimizer)):
-        with step_on_local_shards(optimizer):
-            torch_step(optimizer, found_inf, divisor)
-        return
-    own: FusedStep | None = optimizer.__dict__.get(_CACHE)
-    if must_be_called(optimizer):
-        own = None
-    elif own is None or not own.fits(state.params):
-        own = FusedStep.of(optimizer, state.params, found_inf.device)
+    own: FusedStep | None = None
+    if not (state.in_parts or must_be_called(optimizer) or (several_ranks and is_state_sharded(optimizer))):
+        own = optimizer.__dict__.get(_CACHE)
+        if own is None or not own.fits(state.params):
+            own = FusedStep.of(optimizer, state.params, found_inf.device)
     optimizer.__dict__[_CACHE] = own
     if own is None:
-        torch_step(optimizer, found_inf, divisor)
-    elif getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
-        _scope(optimizer)(own.take)(state.grads, taken, found_inf, divisor)
+        with step_on_local_shards(optimizer):
+            torch_step(optimizer, found_inf, divisor)
     else:
-        own.take(state.grads, taken, found_inf, divisor)
+        take = _scope(optimizer)(own.take) if _is_profiling(torch.autograd.profiler) else own.take
+        take(state.grads, taken, found_inf, divisor)
 
 
 def counts_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -160,10 +151,8 @@ def torch_step(optimizer: torch.optim.Optimizer, found_inf: Tensor, divisor: Ten
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without importing torch's compiler, which takes as long as importing torch. Without gradients.
-
-    torch wraps a step in a profiler scope and in a function that sets the grad mode and informs the compiler.
-    """
+    """`optimizer.step()` without importing torch's compiler, which takes as long as importing torch. In no_grad."""
+    # torch wraps a step in a profiler scope and in a function that sets the grad mode and informs the compiler.
     hooked: Any = type(optimizer).step
     step = None if must_be_called(optimizer) else hooked.__wrapped__
     if (
@@ -176,7 +165,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
         or "torch._dynamo" in sys.modules
     ):
         optimizer.step()
-    elif getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
+    elif _is_profiling(torch.autograd.profiler):
         _scope(optimizer)(step.__wrapped__)(optimizer)
     else:
         step.__wrapped__(optimizer)
@@ -189,29 +178,19 @@ def _scope(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
 
 def must_be_called(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something depends on `optimizer.step()` being called: hooks, a scheduler."""
-    return bool(
-        "step" in optimizer.__dict__  # a learning rate scheduler or a tracker has put its own there
-        or not getattr(type(optimizer).step, "hooked", False)
-        or _before(optimizer)
-        or _after(optimizer)
-        or _all_before
-        or _all_after
-    )
+    hooks = _before(optimizer) or _after(optimizer) or _all_before or _all_after
+    # A learning rate scheduler or a tracker may have put a step of its own into the instance.
+    return bool(hooks or "step" in optimizer.__dict__ or not getattr(type(optimizer).step, "hooked", False))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
     """The settings of each group that determine the lists."""
-    return [
-        (len(group["params"]), group.get("amsgrad"), not group.get("momentum"), group.get("differentiable"))
-        for group in optimizer.param_groups
-    ]
+    return [(len(g["params"]), g.get("amsgrad"), not g.get("momentum")) for g in optimizer.param_groups]
 
 
 def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Zero momentum buffers before the first step of a fused SGD.
-
-    torch allocates them uninitialised if that step is skipped, and the next step would move the weights to 1e20.
-    """
+    """Zero momentum buffers before the first step of a fused SGD."""
+    # torch allocates them uninitialised if that step is skipped, and the next step would move the weights to 1e20.
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
             for param in group["params"] if group["momentum"] else ():

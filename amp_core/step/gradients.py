@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter, eq, is_
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from amp_core.tensors import HALF, global_grad_norm, is_dtensor, is_state_sharded, local
@@ -33,28 +32,17 @@ def same(some: Collection[object], others: Collection[object]) -> bool:
 
 
 def norm_of(grads: list[Tensor], zero: Tensor, *, sharded: bool) -> Tensor:
-    """The global L2 norm, also of sharded gradients: 0-d float32 on the device of `zero`, the result without gradients.
-
-    Not finite exactly when a gradient is not, up to 1e19. `sharded` gradients, DTensors, need a reduction over ranks.
-    """
+    """The global L2 norm: 0-d float32 on the device of `zero`, the result without gradients. `sharded`: collective."""
     if not grads:
         return zero.clone()
     if sharded:
         return global_grad_norm(grads, zero.device)
-    # The norm of the norms is that of all. fp32 ends at 3.4e38, so a square is infinite from 1.8e19 on, though each
-    # gradient is finite.
+    # The norm of the norms is that of all: not finite exactly when a gradient is not, up to 1.8e19, whose square is
+    # beyond fp32.
     norms = foreach_norm(grads)
     if set(map(_device, norms)) != {zero.device}:
         norms = [norm.to(zero.device, non_blocking=True) for norm in norms]
     return torch.linalg.vector_norm(torch.stack(norms)).float()
-
-
-def norm_over_ranks(norm: Tensor) -> Tensor:
-    """The norm of gradients of which each rank has a shard of the given norm. Collective."""
-    # Squares add up over disjoint shards. An inf or NaN of one rank reaches all, so that all skip alike.
-    squares = norm.square()
-    dist.all_reduce(squares)
-    return squares.sqrt()
 
 
 def check_gradients(grads: list[Tensor], *, scaled: bool, optimizer: torch.optim.Optimizer | None = None) -> bool:
@@ -73,10 +61,7 @@ def check_gradients(grads: list[Tensor], *, scaled: bool, optimizer: torch.optim
 
 
 def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) -> None:
-    """Coalesce sparse gradients, and replace them in `grads` by their values, dense and in the same memory.
-
-    The norm is that of the gradient only once values with the same index are summed. TypeError: they cannot be stepped.
-    """
+    """Coalesce sparse gradients, and replace them in `grads` by their values. TypeError: they cannot be stepped."""
     if optimizer is None or any(grad.layout not in (torch.strided, torch.sparse_coo) for grad in grads):
         raise TypeError("sparse gradients are not supported here; use sparse=False in the embedding")
     what = "layout.shard_optimizer=true" if is_state_sharded(optimizer) else ""
@@ -86,16 +71,14 @@ def take_values(optimizer: torch.optim.Optimizer | None, grads: list[Tensor]) ->
         raise TypeError(f"sparse gradients do not fit {what}, or use sparse=False in the embedding")
     for i, param in enumerate(with_grads(optimizer)[0]):
         if grads[i].layout is torch.sparse_coo:
-            # In the weight, too, where the optimizer reads it.
+            # The norm is that of the gradient only once values with the same index are summed. In the weight, too,
+            # which the optimizer reads; values are dense, in the same memory.
             param.grad = grads[i].coalesce()
             grads[i] = param.grad.values()
 
 
 def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:
-    """Give gradients that a program has set, in `grads` and in the weights, the strides of their weights.
-
-    Fused kernels go through both in memory order.
-    """
+    """Give gradients that a program has set the strides of their weights: fused kernels go through memory in order."""
     if not all(map(eq, map(Tensor.stride, params), map(Tensor.stride, grads))):
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if param.grad is grad and param.stride() != grad.stride():  # else the values of a sparse one
@@ -103,10 +86,7 @@ def lay_out_gradients(params: Sequence[Tensor], grads: list[Tensor]) -> None:
 
 
 def run_backward(loss: Tensor, initial: Tensor, retain_graph: bool, inputs: Sequence[Tensor] | None) -> None:
-    """`torch.autograd.backward(loss, initial, ...)` of plain tensors.
-
-    torch's function imports sympy to compare two shapes when it gets a gradient: half a second before the first step.
-    """
+    """`torch.autograd.backward`, which imports sympy to compare two shapes: half a second before the first step."""
     no_inputs = inputs is not None and not inputs
     if _run_backward is None or type(loss) is not Tensor or loss.shape != initial.shape or no_inputs:
         torch.autograd.backward(loss, initial, retain_graph, inputs=inputs)

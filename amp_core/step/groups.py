@@ -43,17 +43,17 @@ def weight_groups(cfg: OptimizerConfig, nets: Iterable[nn.Module]) -> list[dict[
             settings = {**own, "lr": rate, "weight_decay": decay}
             found.setdefault((number, rate, decay), {**settings, "params": []})["params"].append(param)
     if unused := [str(group["match"]) for number, group in enumerate(given) if number not in used]:
-        trained = [name for net in nets for name, param in net.named_parameters() if param.requires_grad]
-        if any(_matches(name.replace("_orig_mod.", ""), unused[0]) for name in trained):
-            raise ConfigError(f"optimizer.groups: earlier groups have all that {unused[0]} matches; put it before them")
         modules = (name for net in nets for name, _ in net.named_modules() if name)
         hint = suggest(unused[0].removesuffix(".*"), modules)
-        raise ConfigError(f"optimizer.groups: {unused[0]} matches no weight that is trained. {hint}")
+        raise ConfigError(
+            f"optimizer.groups: {unused[0]} matches no weight that is trained and in no earlier group. {hint}"
+        )
     return sorted(found.values(), key=lambda group: group["lr"] != cfg.lr)
 
 
 def _matches(name: str, pattern: str) -> bool:
     parts = name.split(".")
+    # a.b.weight matches as a, a.b and a.b.weight.
     return any(fnmatchcase(path, pattern) for path in itertools.accumulate(parts, "{}.{}".format))
 
 
@@ -92,12 +92,8 @@ def check_groups(cfg: OptimizerConfig, options: list[str]) -> list[str]:
         key = f"optimizer.groups[{number}]"
         if type(group.get("match")) not in (str, int):  # 15 is the name of a layer of an nn.Sequential
             problems.append(f"{key}: has no match; expected the names of its weights, such as {{match: 'head.*'}}")
-        problems += [
-            f"{key}.options: write what is in it beside match, such as {{match: 'head.*', lr: 1.0e-3}}"
-            if each == "options"
-            else f"{key}.{each}: {cfg.name} has no such option. {suggest(each, valid)}"
-            for each in group.keys() - valid
-        ]
+        unknown = group.keys() - valid
+        problems += [f"{key}.{each}: {cfg.name} has no such option. {suggest(each, valid)}" for each in unknown]
         for each in ("lr", "weight_decay"):
             value = group.get(each, 1.0)
             if type(value) not in (int, float) or not (0 < value < 3.4e38 or (value == 0 and each == "weight_decay")):

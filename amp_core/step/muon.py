@@ -47,17 +47,15 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def build(nets: Iterable[nn.Module], lr: float, weight_decay: float, **options: Any) -> torch.optim.Optimizer:
-    """The optimizer of weights that need gradients; AdamW alone, with a warning, where there is no hidden matrix.
-
-    Of the options, `fused` and `betas` are AdamW's, the others Muon's. Weight decay is not applied to norms and biases.
-    """
+    """The optimizer of weights that need gradients; AdamW alone, with a warning, where there is no hidden matrix."""
     if options.get("ns_steps", 1) < 1:  # torch takes 0, and steps along a momentum of any length
         raise ValueError(f"ns_steps={options['ns_steps']}, expected at least 1")
-    adam = {key: options.pop(key) for key in ("fused", "betas") if key in options}
+    adam = {key: options.pop(key) for key in ("fused", "betas") if key in options}  # the others are Muon's
     hidden = hidden_matrices(nets)
     pairs = [pair for net in nets for pair in zip(net.parameters(), master_params(net), strict=True)]
     matrices = [side for param, side in pairs if side.requires_grad and param in hidden]
     rest = [side for param, side in pairs if side.requires_grad and param not in hidden]
+    # Norms and biases have no weight decay.
     groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": weight_decay}]
     groups += [{"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW([group for group in groups if group["params"]] or [torch.zeros(1)], lr=lr, **adam)
@@ -73,9 +71,10 @@ def hidden_matrices(nets: Iterable[nn.Module]) -> set[Tensor]:
     found: set[Tensor] = set()
     for net in nets:
         owners = [(m, p) for m in net.modules() for p in m.parameters(recurse=False) if p.ndim >= 2]
-        # A parametrised weight is owned by a module inside its layer.
+        # Embeddings and heads train better with AdamW (Jordan et al.). A parametrised weight is in a module within.
         aside = {p for m in net.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
         aside |= {p for m, p in owners if m is owners[-1][0]}
+        # Rows without gaps between them, which a view as a matrix needs.
         found |= {p for _, p in owners if p not in aside and (p.ndim == 2 or p.stride(0) == p[0].numel())}
     return found
 

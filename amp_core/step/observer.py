@@ -77,7 +77,7 @@ def show_gradients(
 ) -> None:
     """Begin a step for all observers, and show them the gradients of its optimizers as they are before it."""
     shown = [(state, *with_grads(state.optimizer)) for state in states]
-    for observer in observers:
+    for observer in observers:  # all, before one looks at a gradient: that is an operation of the step
         observer.on_step_begin()
     for observer in observers:
         for state, params, grads in shown:

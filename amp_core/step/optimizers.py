@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -129,7 +127,7 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
             {"params": [p for p in params if p.ndim >= 2], "weight_decay": cfg.weight_decay},
             {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
         ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]  # a schedule asks the first weight for its device
     cls = _class_of(cfg.name, cfg.package)
     # A differentiable step excludes fused and wins unless both were requested. So do weights on several devices in SGD,
     # whose fused form takes its learning rate from one device.
@@ -143,7 +141,7 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
     spare_compiler()
     if cfg.state_dtype == "bfloat16":
         first = [{**group, "params": group["params"][:1]} for group in groups]
-        cls(first, lr=cfg.lr, **options)  # type: ignore[arg-type]  # checks the values
+        cls(first, lr=cfg.lr, **options)  # type: ignore[arg-type]  # torch's checks of the values
         from amp_core.lowp.moments import Adam16
 
         return Adam16(groups, cfg.lr, **options, decoupled_weight_decay=cfg.name == "AdamW")
@@ -153,33 +151,15 @@ def build_optimizer(cfg: OptimizerConfig, *nets: nn.Module) -> torch.optim.Optim
     return optimizer
 
 
-# --- without torch's compiler -----------------------------------------------------------------------------------------
-
-
-_ANSWER = "__dynamo_disable"
-
-
 def spare_compiler() -> None:
     """Keep optimizers from importing torch's compiler, which takes as long as importing torch itself.
 
-    Four of their methods are excluded from compilation by `torch._disable_dynamo`, which imports the compiler and
-    caches its answer beside the method. While nothing else has imported the compiler nothing is compiled, so the plain
-    method is cached instead; once it is imported, the next call returns to torch's own way. If a torch version caches
-    the answer elsewhere, this has no effect but a second at start-up.
+    Four of their methods are excluded from compiled code by `torch._disable_dynamo`, which imports the compiler at the
+    first call and caches its answer beside the method. Here the answer is the method, which nothing of ours compiles.
+    If a torch version caches it elsewhere, this has no effect but a second at start-up.
     """
+    answer = "__dynamo_disable"
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-        method = getattr(Optimizer, name)
-        own = getattr(method, "__wrapped__", None)
-        if own is not None and not hasattr(own, _ANSWER):
-            setattr(own, _ANSWER, _until_compiling(method, own))
-
-
-def _until_compiling(method: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return own(*args, **options)
-        if getattr(own, _ANSWER, None) is call:
-            vars(own).pop(_ANSWER, None)  # another thread may have removed it
-        return method(*args, **options)
-
-    return call
+        own = getattr(getattr(Optimizer, name), "__wrapped__", None)
+        if own is not None and not hasattr(own, answer):
+            setattr(own, answer, own)

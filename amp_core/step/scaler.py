@@ -78,7 +78,7 @@ class LossScale:
         """Overflows until the scale falls, also those that did."""
         self.kept: dict[str, Any] = {}
         """The scale of an earlier mode, where this one does not scale."""
-        self._numbers = Numbers(device)
+        self.numbers = Numbers(device)
 
     @property
     def inverse(self) -> Tensor:
@@ -92,11 +92,12 @@ class LossScale:
             return
         before = self.scale.clone() if policy.hysteresis > 1 else None
         factors = policy.growth_factor, policy.backoff_factor
+        # After an overflow times backoff; after `interval` steps without one, which the tracker counts, times growth.
         update_scale_(self.scale, self._tracker, found_inf, *factors, policy.growth_interval)
         if before is not None:
             self._be_patient(policy, before, found_inf > 0)
         # Clamped here and not at use, so that no step sees and no checkpoint holds a scale out of bounds.
-        self.scale.clamp_(self._numbers[policy.min_scale], self._numbers[policy.max_scale])
+        self.scale.clamp_(self.numbers[policy.min_scale], self.numbers[policy.max_scale])
 
     def _be_patient(self, policy: ScalePolicy, before: Tensor, bad: Tensor) -> None:
         """Keep the scale at the first overflows."""
@@ -105,12 +106,6 @@ class LossScale:
         # The tracker is 0 after a step without overflow if the scale grew.
         refill = ~bad if policy.consecutive_hysteresis else ~bad & (self._tracker == 0)
         self._patience.copy_(torch.where(refill, policy.hysteresis, self._patience.clamp(min=0)))
-
-    def recall(self, kept: dict[str, Any]) -> None:
-        """Continue the scale of the last mode that had one, or keep it for the next."""
-        if self.policy is not None:
-            logger.info("the loss scale continues as it was before the modes without one")
-        self.load_state_dict(kept)
 
     @contextlib.contextmanager
     def held_at(self, scale: float) -> Iterator[None]:

@@ -114,14 +114,17 @@ class Schedule:
         if len(self._holder.param_groups) != len(self._owner):  # one that `add_param_group` did not add
             self._take_in_groups()
         if not self._on_device:
-            if report.taken if report.taken_on_host is None else report.taken_on_host:
-                self.num_taken += 1
-                self._link()
+            self._advance_on_host(report)
             return
         self.num_taken += report.taken
         for i in self._moving:
             # Into the very tensor that the groups hold, where fused kernels and captured graphs read it.
             torch.index_select(self._tables[i], 0, torch.minimum(self.num_taken, self._last), out=self._rates[i])
+
+    def _advance_on_host(self, report: StepReport) -> None:
+        if report.taken if report.taken_on_host is None else report.taken_on_host:
+            self.num_taken += 1
+            self._link()
 
     @property
     def rate(self) -> Tensor | float:
@@ -189,6 +192,7 @@ def _require_no_metric(kind: Any) -> None:
 
 def rate_table(make: Make, peaks: list[float], num_steps: int) -> Table:
     """The learning rate of every step: one list of `num_steps` floats per group. Raises as `Schedule` does."""
+    # Only schedulers that move the momentum, too, change it from 0.5.
     stand_in = _StandIn([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0], momentum=0.5)
     if not callable(make):
         raise TypeError(
@@ -213,7 +217,7 @@ def rate_table(make: Make, peaks: list[float], num_steps: int) -> Table:
                     f"{type(scheduler).__name__} also moves the momentum, which a schedule here does not; "
                     f"use schedule.options.cycle_momentum=false"
                 )
-        if step < num_steps - 1:
+        if step < num_steps - 1:  # one beyond the end is an error of OneCycleLR
             stand_in.step()
             scheduler.step()
     return columns
@@ -258,6 +262,7 @@ def _wsd(
 
     def factor(step: int) -> float:
         progress = max(step - num_steps + num_decay, 0) / max(num_decay, 1)
+        # At progress p of the decay 1 - (1 - final) sqrt(p): steep at first.
         return min((step + 1) / (num_warmup + 1), 1.0) * (1.0 + (final - 1.0) * math.sqrt(progress))
 
     return LambdaLR(optimizer, factor)

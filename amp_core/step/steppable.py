@@ -67,15 +67,13 @@ def require_no_copies(optimizer: torch.optim.Optimizer, mode: str) -> None:
 def arguments_without_default(method: Callable[..., Any]) -> list[str]:
     """The required arguments of a method besides `self`."""
     arguments = list(inspect.signature(method).parameters.values())[1:]
+    # *args and **kwargs take none.
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in arguments if each.default is each.empty and each.kind not in variable]
 
 
 def require_fits_mode(optimizer: torch.optim.Optimizer, config: AmpConfig, *, has_weights: bool) -> None:
-    """Raises where 16-bit weights of the mode and the weights of the optimizer do not fit.
-
-    `has_weights`: `amp.prepare` has made 16-bit weights.
-    """
+    """Raises where 16-bit weights of the mode, which `amp.prepare` has made, and those of the optimizer do not fit."""
     in_parts = any(map(is_dtensor, weights_of(optimizer)))
     if config.update is not None and not has_weights and not in_parts:
         raise RuntimeError(
@@ -88,17 +86,8 @@ def require_fits_mode(optimizer: torch.optim.Optimizer, config: AmpConfig, *, ha
         require_no_copies(optimizer, config.name)
 
 
-def require_own_weights(
-    optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer], checked: Any
-) -> None:
-    """Raises ValueError for a weight of several optimizers, whose gradient would be unscaled twice.
-
-    `checked`, a set, remembers which optimizers, with how many groups, have none.
-    """
-    # Not by weights: to compare those in every step takes longer than a small step.
-    among = frozenset((id(o), len(o.param_groups)) for o in (*others, optimizer))
-    if among in checked:
-        return
+def require_own_weights(optimizer: torch.optim.Optimizer, others: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises ValueError for a weight of several optimizers of a window, whose gradient would be unscaled twice."""
     owned = {p for other in others for p in weights_of(other)}
     shared = [p for p in weights_of(optimizer) if p in owned]
     if shared:
@@ -107,57 +96,30 @@ def require_own_weights(
             f"window, so that their gradients would be unscaled twice; give each weight to one optimizer, or end the "
             f"window (amp.update) between their steps"
         )
-    checked.add(among)
 
 
-_SUPPORT = "_step_supports_amp_scaling"
-"""The attributes of an optimizer that `torch.amp.GradScaler` reads."""
 _before = reader("torch.optim.Optimizer._optimizer_step_pre_hooks", lambda optimizer: ())
 _after = reader("torch.optim.Optimizer._optimizer_step_post_hooks", lambda optimizer: ())
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the tensor `found_inf` makes `optimizer.step()` a no-op: in fused ones, except SGD with dampening.
-
-    Wrappers and subclasses of fused optimizers do more in a step, as do hooks: the method that is called must be
-    written for it. Dampening applies to all steps but the first taken one, which the host does not know.
-    """
-    kind, own = type(optimizer), optimizer.__dict__
-    by_itself = _skips_by_itself(kind, kind.step)
-    if (
-        by_itself is None
-        or ("step" in own and not _only_counts(own["step"], kind.step))
-        or (by_itself and not own.get(_SUPPORT, getattr(kind, _SUPPORT, False)))
-        or _before(optimizer)
-        or _after(optimizer)
-    ):
+    """Whether the tensor `found_inf` makes `optimizer.step()` a no-op: in fused ones, except SGD with dampening."""
+    step, own = type(optimizer).step, optimizer.__dict__
+    # Wrappers and subclasses of fused optimizers do more in a step, as do hooks.
+    replaced = "step" in own and not _only_counts(own["step"], step)
+    if replaced or not _looks_at_found_inf(step) or _before(optimizer) or _after(optimizer):
         return False
     for group in optimizer.param_groups:  # noqa: SIM110  # a generator resumes for each, in every step
-        if not group.get("fused", by_itself) or group.get("dampening"):
+        # Dampening applies to all steps but the first taken one, which the host does not know.
+        if not group.get("fused") or group.get("dampening"):
             return False
     return True
 
 
 @functools.cache
-def _skips_by_itself(kind: type, step: Callable[..., Any]) -> bool | None:
-    """Whether a class looks at `found_inf`: True; False: torch's own, where its groups are fused; None: it does not."""
-    step = _unhooked(step)
-    if all(module.startswith("torch.optim.") for module in _modules(step)):
-        return False
-    # The class that wrote the step, whose constructor says whether it is made for `found_inf`.
-    owner = [cls for cls in kind.__mro__ if _unhooked(vars(cls).get("step")) is step][-1]
-    names = getattr(getattr(vars(owner).get("__init__"), "__code__", None), "co_names", ())
-    says_so = vars(owner).get(_SUPPORT) is True or _SUPPORT in names
-    is_replaced = owner.__module__.startswith("torch.optim.")
-    # By the older contract it would take the scaler itself.
-    takes_scaler = "grad_scaler" in inspect.signature(step).parameters
-    return True if says_so and not is_replaced and not takes_scaler else None
-
-
-def _unhooked(step: Any) -> Any:
-    """A step without the function that `torch.optim.Optimizer` puts around it, to call hooks."""
-    is_hooked = getattr(step, "hooked", False) and _modules(step)[0] == "torch.optim.optimizer"
-    return step.__wrapped__ if is_hooked else step
+def _looks_at_found_inf(step: Callable[..., Any]) -> bool:
+    """Whether the step of a class is torch's own or that of `Adam16`, with nothing but torch's functions around it."""
+    return all(module.startswith(("torch.optim.", "amp_core.lowp.moments")) for module in _modules(step))
 
 
 def _modules(function: Any) -> list[str]:

@@ -179,11 +179,9 @@ _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _gather(numbers: Sequence[float]) -> list[list[float]]:
-    """Each number as a list over ranks, exchanged in host memory. Collective.
-
-    NCCL takes no CPU tensors, and reading its result back would wait for all work queued on the GPU. So without a CPU
-    backend the first call makes a second group, of gloo.
-    """
+    """Each number as a list over ranks, exchanged in host memory. Collective."""
+    # NCCL takes no CPU tensors, and reading its result back would wait for all work queued on the GPU. So without a CPU
+    # backend the first call makes a second group, of gloo.
     world = dist.group.WORLD
     if world not in _host_groups:
         has_cpu = "cpu:" in dist.get_backend_config()
@@ -201,14 +199,11 @@ def sync_grads(*nets: nn.Module, when: bool) -> contextlib.AbstractContextManage
     The forward pass must run inside. With DistributedDataParallel it decides for its backward pass, wherever that runs;
     with `fully_shard` the latest `sync_grads` decides. Do not nest it over one network. A no-op without such a wrapper.
     """
+    stack = contextlib.ExitStack()
     for net in nets:
         if hasattr(net, "set_requires_gradient_sync"):
             _hold(net, not when)
-    if when:
-        return contextlib.nullcontext()
-    stack = contextlib.ExitStack()
-    for net in nets:
-        if hasattr(net, "no_sync"):
+        if not when and hasattr(net, "no_sync"):
             stack.enter_context(net.no_sync())  # type: ignore[operator]
     return stack
 

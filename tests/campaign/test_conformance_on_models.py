@@ -23,7 +23,7 @@ import torch
 from foreign_models import MODELS, NEEDED, Batch, Foreign
 from torch import Tensor, nn
 
-from amp_core import Amp, Clip, Ema, keep_fp32, windows
+from amp_core import Amp, Ema, keep_fp32, windows
 from amp_core.config.errors import ConfigError
 
 pytestmark = [*NEEDED, pytest.mark.filterwarnings("ignore")]  # of these packages
@@ -82,7 +82,7 @@ def ours(model: Foreign, mode: str, *, cache: bool) -> Run:
                     loss = model.loss(net, micro.batch)
                 amp.backward(loss, micro.weight)
                 run.losses.append(loss.detach().float())
-        report = amp.step(optimizer, clip=Clip.norm(MAX_NORM, folded=False))
+        report = amp.step(optimizer, clip=lambda params, _: nn.utils.clip_grad_norm_(params, MAX_NORM))
         ema.update(report)
         amp.update()
         amp.zero_grad(optimizer)

@@ -15,6 +15,8 @@ NOT_REMOVED = {
     "torch._dynamo.OptimizedModule._orig_mod": "asked for by name: a network without it is not unwrapped",
     "torch.distributed.fsdp.FSDPState._modules_to_run_forward": "read from what `_get_fsdp_state` returns, see there",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._workers": "getattr with a default; torch needs it",
+    "torch.nn.Module._buffers": "torch needs it",
+    "torch.nn.Module._non_persistent_buffers_set": "torch needs it",
     "torch._utils._rebuild_tensor_v2": "a tool",
     "torch.ops.aten._to_copy": "a tool",
     "torch.ops.aten._local_scalar_dense": "a tool",

@@ -29,7 +29,7 @@ from amp_core.config.job import Job
 from amp_core.config.rules import build
 from amp_core.run.loop import Loop
 from amp_core.run.process import environment
-from amp_core.step.scaler import LossScale, Numbers
+from amp_core.step.scaler import LossScale
 from recipes import RECIPES, find
 
 needs_cuda_build = pytest.mark.skipif(
@@ -86,7 +86,7 @@ def _amp_on_meta(amp: Amp, config: Any, device: torch.device, **options: Any) ->
     """It knows the CPU and GPUs. The mode's scale, without its autocast."""
     _init(amp, replace(config, dtype="float32"), "cpu", **options)
     amp.device = device
-    amp.scaler, amp._numbers = LossScale(amp.scaler.policy, device), Numbers(device)
+    amp.scaler = LossScale(amp.scaler.policy, device)
     amp._zero, amp._skips = amp._zero.to(device), amp._skips.to(device)
     amp.num_skipped, amp.num_consecutive_skips = amp._skips.unbind()
 

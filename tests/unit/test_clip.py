@@ -51,10 +51,10 @@ GRADS = [torch.tensor([[3.0, 4.0], [0.0, 12.0]]), torch.tensor([84.0])]  # joint
 
 
 @pytest.mark.parametrize("settings, expected", [
-    (("none", None, None, None, None), None),
-    (("norm", 0.5, None, None, False), Clip.norm(0.5, folded=False)),
-    (("value", None, 2.0, None, None), Clip.value(2.0)),
-    (("adaptive", None, None, 0.01, None), Clip.adaptive(0.01)),
+    (("none", None, None, None), None),
+    (("norm", 0.5, None, None), Clip.norm(0.5)),
+    (("value", None, 2.0, None), Clip.value(2.0)),
+    (("adaptive", None, None, 0.01), Clip.adaptive(0.01)),
 ])  # fmt: skip
 def test_the_settings_of_a_run_are_its_clipping(settings: Any, expected: Clip | None) -> None:
     assert Clip.of(ClipConfig(*settings)) == expected
@@ -156,7 +156,7 @@ def adaptive(sharded: bool) -> list[Tensor]:
     if sharded:
         mesh = init_device_mesh("cpu", (2,))
         tensors = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
-    Clip.adaptive(0.5)(tensors[:2], tensors[2:], torch.zeros(()))
+    Clip.adaptive(0.5)(tensors[:2], tensors[2:])
     return [full_tensor(tensor) for tensor in tensors[2:]]
 
 

@@ -300,6 +300,6 @@ def test_a_compiled_run_is_the_run_and_continues_bit_exactly(tmp_path, own_folde
     assert (tmp_path / "compiled/train.log").read_text().count("compiling by aot_eager: usually 30 to 150 s") >= 2
 
 
-def test_a_machine_without_a_compiler_is_refused(own_folder, capsys):
-    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        refused_before_the_start(["perf=compile"], "found none of no-such-compiler", capsys)
+def test_a_machine_without_a_compiler_is_refused(own_folder, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    refused_before_the_start(["perf=compile"], "found no no-such-compiler", capsys)

@@ -25,7 +25,6 @@ OPTIMIZERS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
 CLIPS = {
     "none": None,
     "norm": Clip.norm(1.0),
-    "norm, not folded": Clip.norm(1.0, folded=False),
     "value": Clip.value(0.1),
     "adaptive": Clip.adaptive(0.01),
 }
@@ -117,7 +116,7 @@ def test_a_step_stays_on_other_accelerators(mode: str, cls: Any, kind: str) -> N
 
 def test_float64_on_mps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = lambda device: torch.zeros((), dtype=torch.float64, device=device)  # noqa: E731
-    monkeypatch.setattr("amp_core.step.amp.Numbers", wide)
+    monkeypatch.setattr("amp_core.step.scaler.Numbers", wide)
     with fake_gpu("mps"), pytest.raises(AssertionError, match="makes float64, which mps has not"):
         Training("fp16", torch.optim.AdamW, None, "mps")
 

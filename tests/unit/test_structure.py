@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,12 +62,10 @@ unused = ["amp_core.lowp.op_policy", "matplotlib", "mlxtend", "pandas", "sympy",
           "transformers", "wandb"]
 print("imported:", [name for name in unused if name in sys.modules])
 
-# Torch's own way, and after it this project's: both tell the compiler, now that it is there.
+# Compiled code may still call them.
 optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
 optimizer.step()
 assert "torch._dynamo" in sys.modules
-optimizer.zero_grad()
-print("told by:", torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__)
 seen = torch.compile(lambda x: (optimizer.zero_grad(), x + 1)[1], backend="eager")(torch.zeros(1))
 assert seen.item() == 1.0
 """
@@ -81,7 +78,6 @@ def test_a_run_imports_what_it_uses_and_no_compiler(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "imported: []" in done.stdout
-    assert re.search(r"^told by: torch\._dynamo", done.stdout, re.MULTILINE), done.stdout
 
 
 EXECUTES = {"eval", "exec", "compile", "__import__"}

@@ -211,8 +211,6 @@ def test_it_goes_as_it_came():
     before = computed(*given)
     ours.compute_in_fp32(FP16)
     ours.compute_in_fp32(FP16)
-    with ours.kept_kernels():
-        ours.restore_kernels()
     assert ours.in_use()
     ours.restore_kernels()
     ours.restore_kernels()

@@ -161,7 +161,6 @@ def test_the_scanner_sees_a_new_name(code: str, name: str) -> None:
 
 STEPS = [name for name in NAMES if name.startswith(("torch._foreach_", "torch._amp_", "torch._fused_", "torch.optim."))]
 STEPS += ["torch.autograd.graph._engine_run_backward", "torch.autograd.profiler._is_profiler_enabled"]
-STEPS += ["torch.nn.Module._buffers", "torch.nn.Module._non_persistent_buffers_set"]
 
 
 @pytest.mark.slow
