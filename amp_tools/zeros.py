@@ -42,7 +42,8 @@ class Zero:
 
     def __str__(self) -> str:
         why = ", after an overflow" if self.has_overflowed else ""
-        where = f"{self.op} ({'backward' if self.backward else 'forward'} pass) {self.place.phrase}"
+        in_module = "" if self.place.module is None else "in "
+        where = f"{self.op} ({'backward' if self.backward else 'forward'} pass) {in_module}{self.place}"
         return f"{where}: {self.share:.1%} became 0{why}    {self.place.code}".rstrip()
 
 
@@ -84,13 +85,7 @@ def find_zeros(doctor: Doctor, step: Callable[[], Any], batch: Any = (), *, leas
         least: the smallest share of an operation's results that counts; after an overflow any does.
     """
     loop, found = PlainLoop(doctor.amp, doctor.nets, batch, None), list[Zero]()
-    search = _search(doctor, loop.replay, least, found)
-    try:
-        for _ in search:
-            loop.run(step)
-    finally:
-        search.close()
-        loop.restore()
+    loop.drive(_search(doctor, loop.replay, least, found), step)
     return found
 
 

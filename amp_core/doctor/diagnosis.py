@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from amp_core.doctor.findings import Finding
-from amp_core.doctor.places import Location, called
+from amp_core.doctor.operations import EQUAL_VALUES, NO_ELEMENTS, NO_TARGETS, ONE_ELEMENT, SINGULAR
+from amp_core.doctor.places import called
 from amp_core.doctor.values import Range
-
-LARGEST = 3.4028234663852886e38
-"""The largest finite fp32 value."""
 
 _Range = Literal["overflow in fp32", "underflow in fp32", "underflow in 16 bits", "gradient norm beyond fp32"]
 _Overflow = Literal["overflow in a product", "overflow in an addition", "overflow in a reduction"]
@@ -29,20 +26,25 @@ _Poisoned = Literal["poisoned buffer", "poisoned weight", "poisoned gradient", "
 _Elsewhere = Literal["poisoned by the optimizer", "training diverges", "bad input", "infinite constant", "not found"]
 Cause = Literal[_Range, _Overflow, _Overflow16, _Rounding, _Domain, _Loss, _Poisoned, _Elsewhere]
 
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "mul", "square", "addcmul", "linear", "outer"}
-_PRODUCTS |= {"convolution", "convolution_backward", "_scaled_mm", "linear_backward", "prelu", "_prelu_kernel"}
-_PRODUCTS |= {"div", "matmul"}
-_REDUCTIONS = {"sum", "nansum", "mean", "norm", "linalg_vector_norm", "cumsum", "cumprod", "prod", "var", "var_mean"}
-_REDUCTIONS |= {"std", "std_mean", "logsumexp", "logcumsumexp", "index_add", "scatter_add", "index_put", "trace"}
-_REDUCTIONS |= {"embedding_dense_backward", "_foreach_norm", "cdist", "_cdist_forward", "native_layer_norm"}
-_DEVIATIONS = {"std", "var", "std_mean", "var_mean"}
-_LOSSES_OF_CLASSES = {"nll_loss_forward", "nll_loss2d_forward"}
-_AVERAGES = {"mean", *_DEVIATIONS, *_LOSSES_OF_CLASSES}
-_DECOMPOSITIONS = {"linalg_svd", "linalg_eigh", "linalg_eig"}
+_OPERATIONS: dict[Cause, str] = {
+    "overflow in a product": "mm addmm bmm baddbmm addmv mv dot mul square addcmul linear outer convolution div matmul "
+    "convolution_backward _scaled_mm linear_backward prelu _prelu_kernel",
+    "overflow in a reduction": "sum nansum mean norm linalg_vector_norm cumsum cumprod prod var var_mean std std_mean "
+    "logsumexp logcumsumexp index_add scatter_add index_put trace embedding_dense_backward _foreach_norm cdist "
+    "_cdist_forward native_layer_norm",
+    "overflow in an addition": "add sub rsub",
+    "overflow in a cast": "_to_copy copy",
+}
+_OVERFLOWS: dict[str, Cause] = {name: cause for cause, names in _OPERATIONS.items() for name in names.split()}
+"""What an overflow beyond 16 bits is called; of other operations it is one in a function."""
 _BCE = {"bce", "wide bce"}
 _LOGARITHMS = {"log", "log2", "log10", "log1p", "xlogy"}
 _HAVE_ENDS = {"acos", "asin", "acosh", "atanh", "logit", "erfinv"}
 _HAVE_DOMAINS = {*_LOGARITHMS, *_HAVE_ENDS, "sqrt", "rsqrt", "pow"}
+
+
+_BEFORE: dict[str, Cause] = {"buffer": "poisoned buffer", "weight": "poisoned weight", "argument": "poisoned tensor"}
+"""What was not finite from the start, by the first word of its name."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,6 @@ class Diagnosis:
     """If the loss scale was too large: the largest power of two at which the window is finite."""
     samples: list[int] = field(default_factory=list)
     """Indices of the affected samples in the training data; of rows in the batch of a plain loop."""
-    window: list[int] = field(default_factory=list)
-    """Indices of all samples of this rank's window in the training data."""
     weights: str = ""
     """Which weights the window was rerun with."""
     islands: list[str] = field(default_factory=list)
@@ -102,9 +102,6 @@ class Diagnosis:
     healed: bool = False
     in_python: bool = False
     """The window belongs to another program, which takes no overrides."""
-    skips: dict[str, dict[str, int]] = field(default_factory=dict)
-    """So far, by optimizer (an empty name if there is only one): skipped steps, and losses that were non-finite on any
-    rank. A skip with a finite loss comes from the backward pass or the loss scale."""
 
     @property
     def headline(self) -> str:
@@ -121,9 +118,8 @@ class Diagnosis:
         self.islands, self.scale_that_fits = [], None
         self.why += why
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return dataclasses.asdict(self)
+    to_dict = dataclasses.asdict
+    """Plain values, for JSON."""
 
     def __str__(self) -> str:
         head = f"step {self.step}: {self.cause}" if self.step is not None else self.cause
@@ -138,7 +134,7 @@ class Diagnosis:
             change = fix.python if self.in_python else fix.override
             lines += [f"  -> {text}{mark[fix.verified]}", *([f"     {change}"] if change else [])]
         if self.healed:
-            lines.append(f"  healed: computed in fp32 from here on: {modules_listed(self.islands)}")
+            lines.append(f"  healed: computed in fp32 from here on: {listed(self.islands)}")
         return "\n".join(lines).rstrip()
 
     def _rows(self) -> Iterator[tuple[str, str]]:
@@ -154,7 +150,6 @@ class Diagnosis:
         scale = f", loss scale {self.loss_scale:g}" if self.loss_scale else ""
         yield "mode", self.amp and f"amp={self.amp}{scale}" + (f"; {self.weights}" if self.weights else "")
         what, of = ("rows", "batch") if self.in_python else ("samples", "training data")
-        of = "tensor" if self.cause == "poisoned tensor" else of  # which may be no batch
         yield what, f"{listed(self.samples)} of the {of}" if self.samples else ""
 
 
@@ -165,24 +160,10 @@ def keep_fp32_override(names: Sequence[str]) -> str:
     return "'amp.keep_fp32=[" + ",".join(f'"{name}"' for name in names) + "]'"
 
 
-def keep_fp32_call(names: Sequence[str], nets: Iterable[str] = ("",)) -> str:
-    """The same as a line of Python; networks that have names are called by them."""
-    calls = []
-    for net in nets:
-        dot = f"{net}." if net else ""
-        inside = ["" if name == net else name.removeprefix(dot) for name in names if f"{name}.".startswith(dot)]
-        patterns = f", {json.dumps(inside)}" if inside != [""] else ""
-        calls += [f"keep_fp32({net or 'model'}{patterns})"] if inside else []
-    return "; ".join(dict.fromkeys(calls))
-
-
 def cause_of(finding: Finding) -> Cause:
     """The cause of a first non-finite value, from the operation and its result in float64."""
     if not finding.op:
-        kind = finding.tensor.split()[0].split("[")[0]
-        kinds: dict[str, Cause] = {"buffer": "poisoned buffer", "weight": "poisoned weight", "unseen": "not found"}
-        kinds |= {"attribute": "poisoned tensor", "variable": "poisoned tensor", "local": "poisoned tensor"}
-        return kinds.get(kind, "bad input")
+        return _BEFORE.get(finding.tensor.split()[0], "bad input")
     if finding.is_constant:
         return "outside the domain of a function" if "logdet" in finding.place.code else "infinite constant"
     name = finding.op.split(".")[-1].rstrip("_")
@@ -192,11 +173,11 @@ def cause_of(finding: Finding) -> Cause:
     is_wide_finite = finding.wide is not None and finding.wide < float("inf")
     if "ctc_loss" in name and not finding.backward and not is_wide_finite:
         return "targets longer than their inputs"
-    is_bce = name.startswith("binary_cross_entropy") and finding.at_a_pole != "no elements"
+    is_bce = name.startswith("binary_cross_entropy") and finding.at_a_pole != NO_ELEMENTS
     if marks & _BCE or is_bce:
         return "16-bit sigmoid before a logarithm" if marks & {"bce", "sigmoid"} else "sigmoid before a logarithm"
     # One that is singular in exact arithmetic need not be so in float64, which rounds, too.
-    if finding.at_a_pole and (not is_wide_finite or finding.at_a_pole == "a singular matrix"):
+    if finding.at_a_pole and (not is_wide_finite or finding.at_a_pole == SINGULAR):
         if marks & {"sigmoid", "wide sigmoid"} and {name, finding.place.forward.rstrip("_")} & _LOGARITHMS:
             return "16-bit sigmoid before a logarithm" if "sigmoid" in marks else "sigmoid before a logarithm"
         if "eps" not in marks and finding.has_nan and name in _HAVE_DOMAINS:
@@ -210,18 +191,12 @@ def cause_of(finding: Finding) -> Cause:
         return "division or logarithm of zero"
     if finding.tensor and finding.output.dtype == "float16":
         return "bad input"
-    # bfloat16 has the range of float32.
-    if not finding.output.dtype.startswith(("float16", "float8")) or (finding.wide or 0) > LARGEST:
+    is_beyond_fp32 = (finding.wide or 0) > torch.finfo(torch.float32).max
+    if is_beyond_fp32 or not finding.output.dtype.startswith(("float16", "float8")):  # bfloat16 has the range of fp32
         return "overflow in fp32"
-    if name in ("_to_copy", "copy"):
-        return "overflow in a cast"
-    if name in _PRODUCTS or "attention" in name or (name == "pow" and not finding.at_a_pole):
+    if "attention" in name or (name == "pow" and not finding.at_a_pole):
         return "overflow in a product"
-    if name in ("add", "sub", "rsub"):
-        return "overflow in an addition"
-    if name in _REDUCTIONS:
-        return "overflow in a reduction"
-    return "overflow in a function"
+    return _OVERFLOWS.get(name, "overflow in a function")
 
 
 _ROUNDED = "A probability was rounded to exactly 0 or 1 ({probability}), so that its logarithm, or the gradient 1/p, "
@@ -237,6 +212,9 @@ _WHY: dict[Cause, str] = {
     "16 bits ({cancellation}).",
     "targets longer than their inputs": "The loss is infinite by definition where no alignment exists: a sample needs "
     "a frame for each label, and one more between two equal ones.",
+    "poisoned weight": "{tensor} was not finite before the window began.",
+    "poisoned tensor": "{tensor} was not finite when it got here, and no watched operation made it so: the program "
+    "holds it, or it came from numpy, an extension, another thread or process.",
     "infinite constant": "{what} wrote or was given an infinity or NaN of the program, and it reached the loss or the "
     "gradients.",
 }
@@ -254,21 +232,12 @@ def explain(finding: Finding, cause: Cause) -> str:
     if cause in _WHY:
         kinds = ("sigmoid", "wide sigmoid", "bce", "wide bce")
         probability = next((marks[kind] for kind in kinds if kind in marks), "a sigmoid")
-        return _WHY[cause].format_map({**marks, "what": what, "probability": probability})
+        return _WHY[cause].format_map({**marks, "what": what, "tensor": finding.tensor, "probability": probability})
     if finding.is_constant and cause in POLES:  # which torch itself writes
         return "logdet was given a matrix whose determinant is negative."
     if cause in POLES or cause == "rounding in 16 bits":
-        given = "has no finite value for its inputs"
-        if finding.backward and forward in _DECOMPOSITIONS:
-            given = "was given equal singular values or eigenvalues, whose vectors have no derivative"
-        elif finding.at_a_pole:
-            given = f"was given {finding.at_a_pole}"
-        elif "linalg" in what:
-            given = "was given a singular matrix"
-        elif what in _DEVIATIONS and not finding.backward:
-            given = "was given one element, which has no deviation"
-        elif what in _LOSSES_OF_CLASSES and not finding.backward:
-            given = "was given no targets to average over: all are ignored, or of classes of weight 0"
+        at = finding.at_a_pole or (SINGULAR if "linalg" in what else "")
+        given = f"was given {at}" if at else "has no finite value for its inputs"
         return f"{what} {given}" + (f" (in {pass_})." if pass_ != what else ".")
     if cause == "nothing left by a mask":
         if what in ("sub", "rsub"):
@@ -277,22 +246,12 @@ def explain(finding: Finding, cause: Cause) -> str:
         such = "as in a row of attention whose keys are all masked"
         beyond = f" Some of them came from {marks['beyond']}, beyond its range." if "beyond" in marks else ""
         return f"Along its dimension {what} got only infinities, {such}.{beyond}"
-    if cause in ("not found", "poisoned tensor"):
-        origin = "it is a tensor that the program holds"
-        if cause == "not found":
-            origin = "it is of data that is no tensor of the given batch, or of other threads, extensions or processes"
-        elif finding.tensor.startswith("local"):
-            origin = "it came from outside of torch, as from numpy, or from another thread, an extension or a process"
-        return (
-            f"{finding.tensor.removeprefix('unseen ')} was not finite when it got here, and no watched operation "
-            f"made it so: {origin}."
-        )
-    if cause in ("poisoned buffer", "poisoned weight", "bad input"):
-        if cause == "poisoned buffer" and finding.op:
-            return f"{finding.tensor} holds a number below 0, and a variance has none."
-        if finding.op:
-            return f"{finding.tensor} holds numbers up to {finding.wide:.4g}, and {dtype} {ends}."
-        return f"{finding.tensor} was not finite before the window began."
+    if cause == "poisoned buffer" and finding.op:
+        return f"{finding.tensor} holds a number below 0, and a variance has none."
+    if cause == "bad input" and finding.op:
+        return f"{finding.tensor} holds numbers up to {finding.wide:.4g}, and {dtype} {ends}."
+    if cause in ("poisoned buffer", "bad input"):
+        return _WHY["poisoned weight"].format(tensor=finding.tensor)
     reach = f"of the size {finding.wide:.4g} in float64" if finding.wide is not None else "not finite"
     reach = "infinite in float64, too" if finding.wide == math.inf else reach
     text = f"The result of {pass_} is {reach}, and {dtype} {ends}"
@@ -303,24 +262,13 @@ def explain(finding: Finding, cause: Cause) -> str:
     return f"{text}{'; it then became NaN' if finding.has_nan and cause != 'overflow in a cast' else ''}."
 
 
-def modules_listed(names: Sequence[str]) -> str:
-    return ", ".join(name or "the whole network" for name in names)
-
-
-def location_of(place: Location) -> dict[str, Any]:
-    return {"module": place.module, "module_class": place.kind, "source": place.source, "code": place.code}
-
-
 def listed(each: Sequence[Any], most: int = 8) -> str:
+    """Names, of which an empty one is that of the whole network, or numbers."""
     more = len(each) - most
-    return ", ".join(map(str, each[:most])) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(str(one) or "the whole network" for one in each[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 POLES: set[Cause] = {"division or logarithm of zero", "underflow in fp32", "outside the domain of a function"}
-FIXED_BY_ISLANDS: set[Cause] = {"overflow in a product", "overflow in an addition", "overflow in a reduction", *POLES}
-FIXED_BY_ISLANDS |= {"overflow in a function", "overflow in a cast", "eps lost in 16 bits", "nothing left by a mask"}
-FIXED_BY_ISLANDS |= {"underflow in 16 bits", "cancellation in 16 bits", "rounding in 16 bits", "position collision"}
-FIXED_BY_ISLANDS |= {"16-bit sigmoid before a logarithm"}
 
 BF16 = Fix("override", "use bf16, which has the range of fp32", "amp=bf16", 'Amp.named("bf16")')
 BY_HAND = Fix(
@@ -352,6 +300,7 @@ _CODE: dict[Cause, str] = {
     "poisoned by the optimizer": f"{_SLOWER}, or repair eps or moments",
     "infinite constant": "write a finite number, or keep what it masks from the loss",
     "overflow in a reduction": "sum in fp32: .float() before it, or dtype=torch.float32",
+    "position collision": "compute positions and their products in fp32: inside of autocast(enabled=False)",
 }
 _DATA: dict[Cause, str] = {
     "poisoned buffer": f"{_EARLIER} or reset the buffer",
@@ -364,6 +313,15 @@ _RANGE: tuple[Cause, ...] = "overflow in a product", "overflow in an addition", 
 ADVICE: dict[Cause, Fix] = {cause: Fix("code", text) for cause, text in _CODE.items()}
 ADVICE |= {cause: Fix("data", text) for cause, text in _DATA.items()}
 ADVICE |= dict.fromkeys((*_RANGE, "overflow in a function"), BF16)
+
+
+_AT = {
+    SINGULAR: "add small numbers to the diagonal, or use torch.linalg.lstsq",
+    EQUAL_VALUES: "use what does not depend on the vectors, or add small different numbers to the diagonal",
+    ONE_ELEMENT: "leave out what has one element alone",
+    **dict.fromkeys((NO_ELEMENTS, NO_TARGETS), "leave out what has no elements to average"),
+}
+"""What to change where an operation has no finite result, by what it was given."""
 
 
 def advice_for(cause: Cause, finding: Finding) -> Fix | None:
@@ -383,12 +341,10 @@ def _special_advice(cause: Cause, finding: Finding) -> str | None:
         return "compute the logarithm without the number: log_softmax, logsumexp, slogdet, sums of logarithms"
     if cause == "overflow in a reduction" and finding.backward:
         return "make the gradient smaller: divide the loss by a constant, such as the number of elements"
-    if finding.backward and forward in _DECOMPOSITIONS and at_a_pole:
-        return "use what does not depend on the vectors, or add small different numbers to the diagonal"
     if finding.backward and forward in _HAVE_ENDS and at_a_pole:
         return "keep the argument off the ends of its domain, where the slope is infinite: clamp it"
-    if finding.at_a_pole == "a singular matrix" and not finding.is_constant and "det" not in what:
-        return "add small numbers to the diagonal, or use torch.linalg.lstsq"
+    if at_a_pole and not finding.is_constant and "det" not in what and finding.at_a_pole in _AT:
+        return _AT[finding.at_a_pole]
     if cause == "nothing left by a mask" and what in ("sub", "rsub"):
         return "write a large finite number in place of -inf, or leave something in what is masked"
     if cause == "bad input" and finding.op:  # finite numbers
@@ -398,10 +354,6 @@ def _special_advice(cause: Cause, finding: Finding) -> str | None:
         return f"take the logarithm of the logits: logsigmoid(z) for log(p), logsigmoid(-z) for log(1 - p){region}"
     if finding.is_constant and at_a_pole:
         return "use torch.linalg.slogdet, or a matrix whose determinant is positive"
-    is_average = what in _AVERAGES or finding.at_a_pole == "no elements"
-    if cause == "division or logarithm of zero" and is_average and not finding.backward:
-        alone = what in _DEVIATIONS and finding.at_a_pole != "no elements"
-        return f"leave out what has {'one element alone' if alone else 'no elements to average'}"
     if ADVICE.get(cause) is BF16 and (finding.wide or 0.0) > torch.finfo(torch.bfloat16).max:
         return "use a smaller number, such as torch.finfo(x.dtype).min for a mask"
     return None

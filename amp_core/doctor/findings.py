@@ -7,7 +7,7 @@ sigmoid, or it came from the data set and was only moved since. And positions th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,8 +22,6 @@ from amp_core.tensors import HALF
 T = TypeVar("T")
 Search = Generator[Any, None, T]
 """Yields each window that whoever trains has to compute again; returns what was found."""
-
-
 Marks = frozenset[tuple[str, str]]
 """Pairs of a kind and a description."""
 
@@ -64,12 +62,6 @@ class Finding:
         return self.op.split(".")[-1].strip("_")
 
 
-def is_among(finding: Finding, findings: Iterable[Finding]) -> bool:
-    """Whether the same operation is among others, at the same place and in the same dtype."""
-    same = ((each.op, each.place, each.output.dtype) for each in findings)
-    return (finding.op, finding.place, finding.output.dtype) in same
-
-
 def batch_sizes(tensors: Mapping[str, Tensor]) -> set[int]:
     """Lengths of the first dimension that may be the number of samples: of most tensors of the batch, or of its labels.
 
@@ -81,8 +73,6 @@ def batch_sizes(tensors: Mapping[str, Tensor]) -> set[int]:
     labels = {t.shape[0] for t in batch if t.ndim == 1}
     return (len(most) > 1 and most & labels) or most
 
-
-# --- marks -----------------------------------------------------------------------------------------------------------
 
 _SPREADS = {
     "sigmoid": {"_to_copy", "rsub", "sub", "add", "neg", "clamp", "clamp_min", "clamp_max", "index", "where", "mul"},
@@ -132,9 +122,6 @@ def new_marks(call: Call, outputs: list[Tensor], inherited: Marks) -> Marks:
     if fading and any(bool((tensor <= 0).any()) for tensor in plain):
         marks |= fading
     return frozenset(marks)
-
-
-# --- positions --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -10,28 +10,18 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from amp_core.doctor.diagnosis import (
-    ADVICE,
-    BF16,
-    BY_HAND,
-    FIXED_BY_ISLANDS,
-    Diagnosis,
-    Fix,
-    advice_for,
-    keep_fp32_call,
-    keep_fp32_override,
-    modules_listed,
-)
-from amp_core.doctor.findings import Finding, Search, is_among
+from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, Diagnosis, Fix, advice_for, keep_fp32_override, listed
+from amp_core.doctor.findings import Finding, Search
 from amp_core.doctor.plain_loop import in_32_bits, in_bf16, without_autocast
 from amp_core.lowp.islands import islands_of
-from amp_core.memory.compiled import BACKWARD, backward_outside_autocast, may_compile
+from amp_core.memory.compiled import BACKWARD, may_compile
 from amp_core.step.report import Rehearsal
 
 if TYPE_CHECKING:
@@ -40,9 +30,12 @@ if TYPE_CHECKING:
 
 Replay = Callable[..., contextlib.AbstractContextManager[tuple[Rehearsal, Any]]]
 Trying = Callable[[], contextlib.AbstractContextManager[int]]
+OUTSIDE = Fix("code", "compile backward passes outside autocast", python=BACKWARD)
 
 STEPS = 5
 """Steps for which a fix is tried: the window, and those after it."""
+_BEYOND_ISLANDS = "overflow in fp32", "sigmoid before", "targets longer", "infinite constant", "bad input", "poisoned"
+"""How causes begin for which no island is tried: other bits change nothing."""
 _MOST_ROUNDS = 8
 _HALVINGS = (1, 1, 1, 1, 2, 4)
 """Of a loss scale that a later step of a trial needs smaller, one after another."""
@@ -56,8 +49,8 @@ class Trial(NamedTuple):
     """For how many steps training is finite, at a loss scale and with islands."""
 
     steps: int
-    most: int
-    """Steps that were to be tried."""
+    holds: bool
+    """For all steps that were to be tried."""
     has_finite_losses: bool
     """In the step that breaks: only gradients overflow."""
     losses: Sequence[float] = ()
@@ -67,10 +60,6 @@ class Trial(NamedTuple):
     scale: float = 1.0
     islands: Sequence[str] = ()
     """Those that could be made."""
-
-    @property
-    def holds(self) -> bool:
-        return self.steps == self.most
 
     @property
     def grows(self) -> bool:
@@ -138,14 +127,13 @@ class FixSearch:
             more = "lower the learning rate (optimizer.lr)" if self.amp.is_guarding else guards
             advice = dataclasses.replace(advice, text=f"{advice.text}; if an earlier batch left it there, {more}")
         is_large = cause == "bad input" and bool(finding.op)  # finite numbers, which fp32 and bf16 hold
-        if (cause in FIXED_BY_ISLANDS or is_large) and self.doctor.can_make_islands:
+        if (not cause.startswith(_BEYOND_ISLANDS) or is_large) and self.doctor.can_make_islands:
             found = yield from self._try_islands(diagnosis)
             if found is None:
                 return
             if not found and (is_large or "overflow" in cause) and (yield from self._casts_by_itself(finding)):
                 advice = BY_HAND
-                if is_large:  # the numbers are sound, the program's own cast is not
-                    diagnosis.cause, is_large = "overflow in a cast", False
+                diagnosis.cause = "overflow in a cast" if is_large else cause  # the samples are sound, the cast is not
         if advice is BF16 and self.amp.limits[1] > torch.finfo(torch.float16).max:
             advice = BY_HAND
         if advice is BF16 and self.doctor.plain and not self.amp.weights:
@@ -165,8 +153,6 @@ class FixSearch:
                         advice = dataclasses.replace(BF16, verified=False) if wide.steps else ADVICE["overflow in fp32"]
                         diagnosis.why += "" if wide.steps else " Without autocast the window is not finite either."
         diagnosis.fixes += [] if advice is None else [advice]
-        if not diagnosis.fixes and self.amp.dtype is torch.float16 and cause != "not found":
-            diagnosis.fixes.append(BF16)
 
     def unless_it_diverges(self, diagnosis: Diagnosis) -> Search[None]:
         """Withdraw fixes with which the loss grows, if it does in fp32, too, and with a learning rate of 0 does not."""
@@ -176,7 +162,7 @@ class FixSearch:
         if (wide.grows or (wide.steps and not wide.holds)) and still.holds and not still.grows:
             first, last = growing.losses[0], growing.losses[-1]
             diagnosis.diverges(
-                f" Where the window is finite, the loss grows from {first:.3g} to {last:.3g} in {growing.most} steps; "
+                f" Where the window is finite, the loss grows from {first:.3g} to {last:.3g} in {growing.steps} steps; "
                 f"without autocast it {'grows' if wide.holds else 'ends in a NaN'}, too, and with a learning rate of 0 "
                 "it does not."
             )
@@ -195,7 +181,7 @@ class FixSearch:
         """Add islands to a diagnosis. False: none make the window finite; None: in no precision do they last."""
         scale, module = diagnosis.loss_scale, diagnosis.module
         names = [] if module is None else [module]
-        trial = (yield from self._islands_at(names, scale)) if names else Trial(0, 1, False)
+        trial = (yield from self._islands_at(names, scale)) if names else Trial(0, False, False)
         if not trial.steps:
             # A window that a smaller loss scale fixes needs no island.
             with self.amp.scaler.held_at(min(scale, 1.0)):
@@ -204,26 +190,20 @@ class FixSearch:
             if not names:
                 return False
             trial = yield from self._islands_at(names, scale)
-        with contextlib.ExitStack() as compiled:
-            if outside := not trial.steps and may_compile():
-                # By default a compiled backward pass keeps the forward's autocast.
-                compiled.enter_context(backward_outside_autocast())
+        if trial.steps and not trial.holds:
+            first, broken = f"{listed(trial.islands)} in fp32", trial
+            first += f" at loss scale {trial.scale:g}" if trial.scale < scale else ""
+            wide = yield from self._in_fp32()
+            for _ in range(_MOST_ROUNDS if wide.holds else 0):
+                with self.doctor.as_islands(trial.islands):
+                    following = yield from self._first_module_at(trial.scale, trial.steps)
+                names = [""] if following is None or following in names else [*names, following]
                 trial = yield from self._islands_at(names, scale)
-            if trial.steps and not trial.holds:
-                first, broken = f"{modules_listed(trial.islands)} in fp32", trial
-                first += f" at loss scale {trial.scale:g}" if trial.scale < scale else ""
-                first += f" and with {BACKWARD}" if outside else ""
-                wide = yield from self._in_fp32()
-                for _ in range(_MOST_ROUNDS if wide.holds else 0):
-                    with self.doctor.as_islands(trial.islands):
-                        following = yield from self._first_module_at(trial.scale, trial.steps)
-                    names = [""] if following is None or following in names else [*names, following]
-                    trial = yield from self._islands_at(names, scale)
-                    if trial.holds or names == [""]:
-                        break
-                if not trial.holds:
-                    yield from self._give_up(diagnosis, first, broken)
-                    return None
+                if trial.holds or names == [""]:
+                    break
+            if not trial.holds:
+                yield from self._give_up(diagnosis, first, broken)
+                return None
         is_far = bool(trial.steps) and (yield from self._is_far_from_fp32(trial))
         if is_far and names != [""]:  # more than this was lost to 16 bits
             whole = yield from self._islands_at([""], scale)
@@ -236,16 +216,14 @@ class FixSearch:
                 why = "finite in eager code, but not as it is compiled here"
             if trial.is_flat or is_far:
                 why = "finite, and " + ("all gradients are 0" if trial.is_flat else "its loss is far from that in fp32")
-            text = f"compute in fp32: {modules_listed(trial.islands)}: {why}"
+            text = f"compute in fp32: {listed(trial.islands)}: {why}"
             diagnosis.fixes.append(Fix("override", text, python=self._call(trial.islands), verified=False))
+            # By default a compiled backward pass keeps the forward's autocast.
+            diagnosis.fixes += [] if trial.is_flat or is_far or not may_compile() else [OUTSIDE]
             return True
         diagnosis.islands = list(trial.islands)
         diagnosis.scale_that_fits = trial.scale if trial.scale < scale else None
-        fix = self.island_fix(trial.islands, diagnosis.scale_that_fits, trial.steps)
-        if outside:
-            text = f"{fix.text}; and compile backward passes outside autocast"
-            fix = dataclasses.replace(fix, text=text, override=None, python=f"{BACKWARD}; {fix.python}")
-        diagnosis.fixes.append(fix)
+        diagnosis.fixes.append(self.island_fix(trial.islands, diagnosis.scale_that_fits, trial.steps))
         return True
 
     def _islands_at(self, names: list[str], scale: float) -> Search[Trial]:
@@ -255,18 +233,14 @@ class FixSearch:
 
     def _give_up(self, diagnosis: Diagnosis, what: str, trial: Trial, *, is_said: bool = False) -> Search[None]:
         """Report that a fix does not last, and what else to do."""
-        breaks = f"{_ordinal(trial.steps)} step after it breaks."
-        diagnosis.why += f" The {breaks}" if is_said else f" With {what} the window is finite, and the {breaks}"
+        diagnosis.why += "" if is_said else f" With {what} the window is finite."
+        diagnosis.why += f" Step {trial.steps} after it breaks."
         wide = yield from self._in_fp32()
         advice = ADVICE.get(diagnosis.cause, BF16)
         if wide.steps and not wide.holds:
-            at = ", at loss scale 1" if diagnosis.loss_scale > 1 else ""
-            diagnosis.why += f" Without autocast the {_ordinal(wide.steps)} step after it breaks, too{at}."
+            diagnosis.why += f" Without autocast step {wide.steps} after it breaks, too."
             if (yield from self._in_fp32(moves=False)).holds:
-                slower = ADVICE["training diverges"]
-                text = f"{slower.text}; and if no step has been taken yet, {what}"
-                diagnosis.cause, diagnosis.fixes = "training diverges", [dataclasses.replace(slower, text=text)]
-                diagnosis.why += " With a learning rate of 0 it does not."
+                diagnosis.diverges(" With a learning rate of 0 it does not.")
                 return
             # The window breaks without `what`, and what follows breaks with it.
             wider = ADVICE["overflow in fp32"]
@@ -291,15 +265,15 @@ class FixSearch:
                     told = rehearsal.losses
                     is_told = bool(told) or rehearsal.has_gradients  # of a loss, or of gradients that a recipe has
                     finite = is_told and all(bool(loss.isfinite().all()) for loss in told)
-                    return Trial(step, most, all(self.agree(finite)), self.agree(losses)[0], scale=scale)
+                    return Trial(step, False, all(self.agree(finite)), self.agree(losses)[0], scale=scale)
                 losses.append(self.loss_of(rehearsal))
                 has_slope = has_slope or any(self.agree(rehearsal.has_slope))
         if not has_slope and self.doctor.may_leave_autocast:
             with without_autocast(), in_32_bits(self.doctor.nets), self.replay() as (rehearsal, window):
                 yield window
             if any(self.agree(rehearsal.has_slope and rehearsal.is_finite)):
-                return Trial(0, most, True, is_flat=True, scale=scale)
-        trial = Trial(most, most, True, self.agree(losses)[0], scale=scale)
+                return Trial(0, False, True, is_flat=True, scale=scale)
+        trial = Trial(most, True, True, self.agree(losses)[0], scale=scale)
         self._growing = trial if trial.grows else None
         return trial
 
@@ -360,24 +334,18 @@ class FixSearch:
 
     def largest_scale(self, scale: float, least: int = 0) -> Search[float | None]:
         """The largest power of two below `scale`, from 2^least, at which the window is finite; None: there is none."""
-        low, high = least, math.floor(math.log2(scale))  # 2^high is too large
-        if high <= low or not (yield from self._at_scale(2.0**low)):
-            return None
-        while high - low > 1:
+        low, middle, high = least - 1, least, math.floor(math.log2(scale))  # 2^high is too large
+        while low < middle < high:
+            with self.amp.scaler.held_at(2.0**middle):
+                fits = yield from self.doctor.is_finite(self.replay, as_trained=True)
+            low, high = (middle, high) if fits else (low, middle)
             middle = (low + high) // 2
-            if (yield from self._at_scale(2.0**middle)):
-                low = middle
-            else:
-                high = middle
-        return 2.0**low
-
-    def _at_scale(self, scale: float) -> Search[bool]:
-        with self.amp.scaler.held_at(scale):
-            return (yield from self.doctor.is_finite(self.replay, as_trained=True))
+        return 2.0**low if low >= least else None
 
     def _recurs(self, finding: Finding) -> Search[bool]:
         trace, _ = yield from self.doctor.trace(self.replay)
-        return any(self.agree(is_among(finding, trace.findings)))
+        found = [(each.op, each.place, each.output.dtype) for each in trace.findings]
+        return any(self.agree((finding.op, finding.place, finding.output.dtype) in found))
 
     def _casts_by_itself(self, finding: Finding) -> Search[bool]:
         """Whether an operation still runs in 16 bits, and overflows, in an island."""
@@ -401,17 +369,24 @@ class FixSearch:
 
     def island_fix(self, names: Sequence[str], scale: float | None = None, steps: int = 1) -> Fix:
         """A fix that keeps modules in fp32, and begins with a smaller loss scale."""
-        text = f"compute in fp32: {modules_listed(names)}"
+        text = f"compute in fp32: {listed(names)}"
         # An override replaces the list: include the existing islands.
         override, python = keep_fp32_override([*islands_of(self.doctor.nets), *names]), self._call(names)
         if scale is not None:
             text += "; and begin with a smaller loss scale"
             override += f" amp.init_scale={scale:g}"
-            python += f"; {self._scale_fix('', Trial(1, 1, True), init_scale=scale).python}"
+            python += f"; {self._scale_fix('', Trial(1, True, True), init_scale=scale).python}"
         return Fix("override", text, override, python, True, steps)
 
     def _call(self, names: Sequence[str]) -> str:
-        return keep_fp32_call(names, [name for name, _ in self.doctor.nets])
+        """These modules as islands, as a line of Python; networks that have names are called by them."""
+        calls = []
+        for net, _ in self.doctor.nets:
+            dot = f"{net}." if net else ""
+            inside = ["" if name == net else name.removeprefix(dot) for name in names if f"{name}.".startswith(dot)]
+            patterns = f", {json.dumps(inside)}" if inside != [""] else ""
+            calls += [f"keep_fp32({net or 'model'}{patterns})"] if inside else []
+        return "; ".join(dict.fromkeys(calls))
 
     # --- islands ------------------------------------------------------------------------------------------------------
 
@@ -457,7 +432,3 @@ class FixSearch:
                     break
                 parts = min(parts * 2, len(names))
         return names
-
-
-def _ordinal(number: int) -> str:
-    return ("first", "second", "third", "fourth", "fifth")[number - 1]

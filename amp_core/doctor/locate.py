@@ -16,35 +16,22 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_core.checkpoints.reading import Ranks
-from amp_core.doctor.diagnosis import (
-    ADVICE,
-    BF16,
-    LARGEST,
-    POLES,
-    Cause,
-    Diagnosis,
-    Fix,
-    advice_for,
-    cause_of,
-    explain,
-    listed,
-    location_of,
-)
+from amp_core.doctor.diagnosis import ADVICE, BF16, POLES, Cause, Diagnosis, Fix, advice_for, cause_of, explain
 from amp_core.doctor.findings import Finding, Search
-from amp_core.doctor.fixes import FixSearch, Replay, Trying
-from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_32_bits, in_one_thread, with_finite, without_autocast
+from amp_core.doctor.fixes import OUTSIDE, FixSearch, Replay, Trying
+from amp_core.doctor.plain_loop import PlainLoop, RandomState, in_32_bits, in_one_thread, without_autocast
 from amp_core.doctor.steps import after_the_step
 from amp_core.doctor.trace import REMOTE, Trace
 from amp_core.doctor.values import named_tensors
 from amp_core.lowp.islands import as_islands, named_modules
-from amp_core.memory.compiled import BACKWARD, may_compile
+from amp_core.memory.compiled import may_compile
 from amp_core.step.amp import Amp
 from amp_core.step.observer import observing
 from amp_core.step.report import Rehearsal
@@ -54,6 +41,8 @@ if TYPE_CHECKING:
     from amp_core.run.loop import Loop
 
 Agree = Callable[[Any], list[Any]]
+_LARGEST_NORM = torch.finfo(torch.float32).max ** 0.5
+"""The largest number whose square fp32 holds, as a norm needs it."""
 
 
 class Doctor:
@@ -79,18 +68,12 @@ class Doctor:
             self._attentions += [name] if isinstance(module, nn.MultiheadAttention) else []
         self.agree: Agree = agree or (lambda value: [value])
         self._random: RandomState | None = None
-        self._lost: dict[str, str] = {}
-        """Operations that no trace could follow, and why."""
         self.plain: PlainLoop | None = None
         """The window, if it belongs to another program."""
 
-    def remember(self, *generators: torch.Generator) -> None:
-        """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB.
-
-        Args:
-            generators: of the program, from which the window draws.
-        """
-        self._random = RandomState(self.amp.device, generators, self._random)
+    def remember(self) -> None:
+        """Keep the random state of here, before a window, for a `locate` of that window after it. Copies 5 KB."""
+        self._random = RandomState(self.amp.device, self._random)
 
     def locate(self, step: Callable[[], Any], batch: Any = ()) -> Diagnosis | None:
         """Diagnose a window of a plain training loop. Waits for the device at each operation.
@@ -108,53 +91,34 @@ class Doctor:
             None if the window is finite and no positions collide.
 
         Raises:
-            RuntimeError: `step` reported no loss and no gradients, and no NaN has ended it early: there is nothing to
-                judge by.
+            RuntimeError: `step` reported no loss and no gradients, and no NaN has ended it early.
             TypeError: an optimizer's `step()` needs a closure or gradients.
-            ValueError: a weight or a buffer is on the meta device.
         """
-        loop = PlainLoop(self.amp, self.nets, batch, self._random)
-        self.plain = loop
-        search = self.diagnose(loop.replay, loop.trying)
+        self.plain = loop = PlainLoop(self.amp, self.nets, batch, self._random)
         try:
-            while True:
-                next(search)
-                loop.run(step)
-        except StopIteration as done:
-            diagnosis = done.value
-            if diagnosis is None and (bad := loop.bad_gradient(step)):
-                why = f"The window is finite, and it adds to gradients of an earlier one: that of {bad} is not finite."
-                diagnosis = self._not_found(why, "poisoned gradient")
-            if diagnosis is None and (bad := loop.bad_moments()):
-                why = f"The window is finite, and the optimizer's {bad} is not: the next step writes it into weights."
-                diagnosis = self._not_found(why, "poisoned moment")
-            if diagnosis is not None:
-                diagnosis.in_python = True
-                if self._random is not None and diagnosis.cause in ("poisoned weight", "poisoned buffer"):
-                    diagnosis.why = diagnosis.why.replace("before the window began", "when the window was examined")
-                    diagnosis.why += " If its own step has made it so, examine the window before its step is taken."
-                if (name := loop.steps_scaled) and ("overflow" in diagnosis.cause or "diverges" in diagnosis.cause):
-                    text = f"{name}.step() was given gradients that no scaler had unscaled: call scaler.step(optimizer)"
-                    diagnosis.fixes.insert(0, Fix("code", text))
-                if loop.put_back_batch():
-                    diagnosis.why += " The step changes its batch in place; each rerun was given it as it was before."
-                if loop.is_torchs:
-                    diagnosis.loss_scale *= loop.scaler is not None
-                    line = f'torch.autocast("{self.amp.device.type}", dtype=torch.bfloat16)'
-                    for i, fix in enumerate(diagnosis.fixes):
-                        python = line if fix.override == BF16.override else fix.python
-                        diagnosis.fixes[i] = dataclasses.replace(fix, python=python)
-            return diagnosis
+            diagnosis = loop.drive(self.diagnose(loop.replay, loop.trying), step)
         finally:
-            search.close()  # also where the step raises: no hook may stay
-            loop.restore()
             self.plain = None
+        if diagnosis is None:
+            return None
+        diagnosis.in_python = True
+        if self._random is not None and diagnosis.cause in ("poisoned weight", "poisoned buffer"):
+            diagnosis.why = diagnosis.why.replace("before the window began", "when the window was examined")
+            diagnosis.why += " If its own step has made it so, examine the window before its step is taken."
+        if (name := loop.steps_scaled) and ("overflow" in diagnosis.cause or "diverges" in diagnosis.cause):
+            text = f"{name}.step() was given gradients that no scaler had unscaled: call scaler.step(optimizer)"
+            diagnosis.fixes.insert(0, Fix("code", text))
+        if loop.is_torchs:
+            diagnosis.loss_scale *= loop.scaler is not None
+            line = f'torch.autocast("{self.amp.device.type}", dtype=torch.bfloat16)'
+            for i, fix in enumerate(diagnosis.fixes):
+                if fix.override == BF16.override:
+                    diagnosis.fixes[i] = dataclasses.replace(fix, python=line)
+        return diagnosis
 
     def over_ranks(self, norms: Iterable[float]) -> float:
         """The norm of tensors of which each rank holds a shard with one of these norms, or all."""
         return (math.hypot if any(is_sharded(net) for _, net in self.nets) else max)(*norms, 0.0)
-
-    # --- the search -------------------------------------------------------------------------------------------------
 
     def diagnose(self, replay: Replay, trying: Trying | None = None) -> Search[Diagnosis | None]:
         """Yield the window each time it has to be rerun; return the diagnosis.
@@ -164,62 +128,40 @@ class Doctor:
                 window. Eagerly, but for `replay(as_trained=True)`.
             trying: as of `FixSearch`; None: fixes are tried for this window alone.
         """
-        self._lost = {}
-        found = yield from self._search(replay, trying)
-        if found is not None and (lost := {name: why for one in self.agree(self._lost) for name, why in one.items()}):
-            each = ", ".join(f"{name} ({why.splitlines()[0]})" for name, why in lost.items())
-            found.why += f" What {each} computes could not be followed: numbers that came from there have no origin."
-        return found
-
-    def _search(self, replay: Replay, trying: Trying | None = None) -> Search[Diagnosis | None]:
         fixes = FixSearch(self, replay, trying)
         everywhere = yield from self._look(replay)
         clip = next((one["clip"] for one in everywhere if one["clip"] is not None), None)
         norm = self.over_ranks(one["grad_norm"] for one in everywhere)
-        if clip is not None and LARGEST**0.5 < norm < math.inf and not any(one["bad_tensors"] for one in everywhere):
+        has_bad_tensors = any(one["first"] is not None and not one["first"].op for one in everywhere)
+        if clip is not None and _LARGEST_NORM < norm < math.inf and not has_bad_tensors:
             return self._too_long(norm, everywhere, clip)
         if all(one["finite"] for one in everywhere):
             if may_compile() and not (yield from self.is_finite(replay, as_trained=True)):
-                return self._not_found(
-                    "The window is finite in eager code, and not as it is compiled here.",
-                    "not found",
-                    Fix("code", "compile backward passes outside autocast", None, BACKWARD),
-                )
-            found = yield from self._silent(replay, everywhere)
-            if found is None and not (self.plain and self.plain.bad_moments()):
-                found = yield from after_the_step(fixes)
-            return found
-        if bad_tensors := {name for one in everywhere for name in one["bad_tensors"]}:
-            # They are the cause if finite numbers in their place make the window finite; else what else breaks it is.
-            repaired = functools.partial(self._with_finite, bad_tensors, replay)
-            if not (yield from self.is_finite(repaired)):
-                others = yield from self._look(repaired)
-                if any(one["first"] for one in others):
-                    everywhere = others
+                why = "The window is finite in eager code, and not as it is compiled here."
+                return self.unlocated(why, "not found", OUTSIDE)
+            found = (yield from self._collided(fixes, everywhere)) or (yield from self._left_over())
+            return found or (yield from after_the_step(fixes))
         broken = [rank for rank, one in enumerate(everywhere) if one["first"] is not None]
         scale = self.amp.scale
         if not broken and norm < math.inf and all(one["is_loss_finite"] for one in everywhere):
             return self._too_long(norm, everywhere)
         if not broken:
-            return self._not_found(
-                "The window is not finite, and no watched operation caused it. It may have happened in "
-                "another thread or process, or in a separate step."
-            )
+            why = "The window is not finite, and no watched operation caused it: perhaps another thread or process did."
+            return self.unlocated(why)
         here = everywhere[broken[0]]
         finding: Finding = here["first"]
         cause = cause_of(finding)
         diagnosis = self.describe(finding, cause, here["reached"])
         diagnosis.rank, diagnosis.ranks, diagnosis.num_ranks = broken[0], broken, len(everywhere)
         if here["before"] and not finding.op:
-            diagnosis.why += f" So were {listed(here['before'])}."
+            diagnosis.why += f" So were {', '.join(here['before'][:8])}."
         may_be_rounding = cause in POLES or cause == "eps lost in 16 bits"
         if may_be_rounding and here["has_half"] and self.may_leave_autocast:
             is_fixed = yield from self._in_fp32(diagnosis, finding, replay)
-            if not is_fixed and (diagnosis.cause != cause or not has_16bit(self.nets)):  # an island does not end it
-                cause = diagnosis.cause
+            before, cause = cause, diagnosis.cause
+            if not is_fixed and (cause != before or not has_16bit(self.nets)):  # an island does not end it
                 diagnosis.fixes = [advice_for(cause, finding) or ADVICE[cause]]
                 return diagnosis
-            cause = diagnosis.cause
         # Also the product of the loss and the scale may overflow.
         is_outside = finding.backward or finding.place.module is None  # also the gradient that a backward pass is given
         may_be_scale = cause == "overflow in fp32" or (is_outside and cause.startswith("overflow"))
@@ -231,7 +173,7 @@ class Doctor:
                 return diagnosis
             if scale > 1:  # the overflow may hide what breaks at any scale
                 with self.amp.scaler.held_at(1.0):
-                    found = yield from self._search(replay, trying)
+                    found = yield from self.diagnose(replay, trying)
                 if found is not None and (found.op, found.source) != (diagnosis.op, diagnosis.source):
                     found.why += f" This is so at a loss scale of 1, too; at {scale:g} gradients overflow as well."
                     found.fixes = [dataclasses.replace(fix, verified=None, steps=1) for fix in found.fixes]
@@ -240,13 +182,8 @@ class Doctor:
         if cause == "bad input":  # a run is not healed of its data
             diagnosis.islands = []
             diagnosis.fixes.sort(key=lambda fix: fix.kind != "data")
-        is_precision = diagnosis.cause != "training diverges"
-        if (
-            finding.backward
-            and self.amp.scaler.policy
-            and is_precision
-            and not any(f.verified for f in diagnosis.fixes)
-        ):
+        is_done = diagnosis.cause == "training diverges" or any(fix.verified for fix in diagnosis.fixes)
+        if finding.backward and self.amp.scaler.policy and not is_done:
             yield from fixes.scale_down(diagnosis)
         yield from fixes.unless_it_diverges(diagnosis)
         return diagnosis
@@ -265,7 +202,6 @@ class Doctor:
             "finite": finite,
             "first": first,
             "reached": list(dict.fromkeys(itertools.chain(*trace.reached.values()))) if first else [],
-            "bad_tensors": trace.bad_tensors,
             "has_half": trace.has_half,
             "is_loss_finite": trace.is_loss_finite,
             "grad_norm": trace.grad_norm,
@@ -280,22 +216,12 @@ class Doctor:
         batch = [getattr(micro, "batch", micro) for micro in window] if isinstance(window, list) else window
         return named_tensors(self.nets, batch)
 
-    @contextlib.contextmanager
-    def _with_finite(self, names: Collection[str], replay: Replay, **how: Any) -> Iterator[tuple[Rehearsal, Any]]:
-        """As `replay`, with finite numbers in the tensors that are named."""
-        with replay(**how) as (rehearsal, window), contextlib.ExitStack() as changed:
-            for name, tensor in self.tensors(window).items():
-                if name in names:  # a variance of 0 would be another fault
-                    changed.enter_context(with_finite(tensor, float(name.endswith("running_var"))))
-            yield rehearsal, window
-
     def trace(self, replay: Replay, *, in_steps: bool = False) -> Search[tuple[Trace, Rehearsal]]:
         """Watch the window; with `in_steps` the steps of optimizers, too."""
         with replay() as (rehearsal, window):
             trace = Trace(self.names, self.tensors(window), in_steps=in_steps)
             with trace, observing(self.amp.observers, trace), in_one_thread(self.names):
                 yield window
-        self._lost |= trace.lost
         return trace, rehearsal
 
     def _in_fp32(self, diagnosis: Diagnosis, finding: Finding, replay: Replay) -> Search[bool]:
@@ -331,14 +257,14 @@ class Doctor:
             f"{norm:.3g}{scaled}, that of {name}, the largest, {largest:.3g}."
         )
         what = "the loss, or its scale," if scaled else "the loss"
-        least = 2.0 ** math.ceil(math.log2(norm / LARGEST**0.5))
+        least = 2.0 ** math.ceil(math.log2(norm / _LARGEST_NORM))
         advice = f"if numbers grew in training, lower the learning rate (optimizer.lr); else divide {what} by {least:g}"
-        found = self._not_found(why, "gradient norm beyond fp32", Fix("code", f"{advice} or more"))
+        found = self.unlocated(why, "gradient norm beyond fp32", Fix("code", f"{advice} or more"))
         if clip is not None:  # torch's own, by which the gradients are then divided
             found.source, found.code, found.op = clip.place.source, clip.place.code, clip.op
         return found
 
-    def _not_found(self, why: str, cause: Cause = "not found", *fixes: Fix) -> Diagnosis:
+    def unlocated(self, why: str, cause: Cause = "not found", *fixes: Fix) -> Diagnosis:
         """A diagnosis without an operation."""
         found = Diagnosis(cause, why, amp=self.amp.config.name, loss_scale=self.amp.scale, phase="backward")
         found.fixes = [ADVICE[cause]] if cause in ADVICE else list(fixes)
@@ -351,34 +277,45 @@ class Doctor:
             yield window
         return all(self.agree(rehearsal.is_finite))
 
-    def _silent(self, replay: Replay, everywhere: list[dict[str, Any]]) -> Search[Diagnosis | None]:
-        """Diagnose a finite window: positions that collide in 16 bits."""
-        for rank, one in enumerate(everywhere):
-            for collision in one["collisions"]:
-                found, at = self._not_found(collision.why, "position collision"), collision.place
-                diagnosis = dataclasses.replace(found, phase="forward", op=collision.op, rank=rank, **location_of(at))
-                if collision.place.module is not None:
-                    with self.as_islands([collision.place.module]) as names:
-                        trace, _ = yield from self.trace(replay)
-                    is_fixed = not any(self.agree(bool(trace.collisions)))
-                    if is_fixed:
-                        diagnosis.islands = names
-                        diagnosis.fixes.append(FixSearch(self, replay, None).island_fix(names))
-                diagnosis.fixes.append(
-                    Fix("code", "compute positions and their products in fp32: inside of autocast(enabled=False)")
-                )
-                return diagnosis
+    def _collided(self, fixes: FixSearch, everywhere: list[dict[str, Any]]) -> Search[Diagnosis | None]:
+        """Diagnose a finite window whose positions collide in 16 bits."""
+        collisions = [(rank, each) for rank, one in enumerate(everywhere) for each in one["collisions"]]
+        if not collisions:
+            return None
+        rank, collision = collisions[0]
+        found, at = self.unlocated(collision.why, "position collision"), collision.place
+        found = dataclasses.replace(found, phase="forward", op=collision.op, rank=rank, **at.fields)
+        if at.module is not None:
+            with self.as_islands([at.module]) as names:
+                trace, _ = yield from self.trace(fixes.replay)
+            if not any(self.agree(bool(trace.collisions))):
+                found.islands = names
+                found.fixes.insert(0, fixes.island_fix(names))
+        return found
+
+    def _left_over(self) -> Search[Diagnosis | None]:
+        """Diagnose what a plain loop carries into a finite window on any rank: gradients to which it adds, moments."""
+        if self.plain is None:
+            return None
+        adding = functools.partial(self.plain.replay, keep_grads=True)
+        gradient, moment = (max(self.agree(bad)) for bad in (self.plain.bad_gradient(), self.plain.bad_moment()))
+        if gradient and not (yield from self.is_finite(adding)):
+            why = f"The window is finite, and it adds to gradients of an earlier one: that of {gradient} is not finite."
+            return self.unlocated(why, "poisoned gradient")
+        if moment:
+            why = f"The window is finite, and the optimizer's {moment} is not: the next step writes it into weights."
+            return self.unlocated(why, "poisoned moment")
         return None
 
     def describe(self, finding: Finding, cause: Cause, reached: Sequence[str] = ()) -> Diagnosis:
         """A diagnosis of a first non-finite value, without fixes."""
-        late = finding.follows_backward
+        late = "step" if finding.follows_backward else "forward"
         return Diagnosis(
             cause,
             explain(finding, cause),
             op=finding.op,
-            **location_of(finding.place),
-            phase="backward" if finding.backward else "before" if not finding.op else "step" if late else "forward",
+            **finding.place.fields,
+            phase="backward" if finding.backward else late if finding.op else "before",
             inputs=finding.inputs,
             output=finding.output,
             reached=list(reached),
@@ -387,8 +324,6 @@ class Doctor:
             samples=finding.rows,
             tensor=finding.tensor,
         )
-
-    # --- islands ------------------------------------------------------------------------------------------------------
 
     @property
     def may_leave_autocast(self) -> bool:
@@ -418,6 +353,5 @@ def doctor_of(loop: Loop) -> Doctor:
     env = loop.env
     nets = [*env.nets]
     nets += [(name, p) for name, p in loop.parts.items() if p in loop.nets and all(p is not net for _, net in nets)]
-
     ranks = Ranks(env.host_group)
     return Doctor(loop.amp, nets, agree=lambda value: ranks.each(lambda: value))

@@ -56,9 +56,6 @@ class Call:
         return self.name.rstrip("_")
 
 
-# --- the schema -------------------------------------------------------------------------------------------------------
-
-
 @functools.cache  # torch builds a schema on each access
 def _arguments(func: Any) -> list[tuple[str, bool]]:
     """Names of an operation's arguments, and whether it writes to them."""
@@ -113,9 +110,6 @@ def functional(func: Any) -> Callable[..., Any] | None:
     return getattr(packet, func._schema.overload_name or "default", None) if packet is not None else None
 
 
-# --- against float64 --------------------------------------------------------------------------------------------------
-
-
 def in_float64(call: Call, output: Tensor) -> Tensor | None:
     """The result of the operation in float64 on the same inputs; None if it cannot be computed."""
     if call.name in ("_to_copy", "copy_"):
@@ -167,9 +161,6 @@ def cancels(call: Call, output: Tensor) -> bool:
     return bool((lost & (largest > 0)).any())
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
 def has_infinite_scalar(args: Sequence[Any]) -> bool:
     numbers = [a for a in args if isinstance(a, int | float)]
     tensors = [a for a in args if isinstance(a, Tensor) and a.numel() == 1]
@@ -193,37 +184,35 @@ def _is_below_0(x: Tensor) -> bool:
     return not x.is_complex() and bool((x < 0).any())
 
 
-_LAST: list[tuple[str, str, Callable[[Tensor], bool]]] = [
-    ("div true_divide fmod remainder addcdiv _weight_norm_interface", "a zero", _has_zero),
-    ("log log2 log10 xlogy rsqrt sqrt", "a negative number", _is_below_0),
-    ("log log2 log10 xlogy rsqrt reciprocal", "a zero", _has_zero),
+SINGULAR, NO_ELEMENTS, ONE_ELEMENT = "a singular matrix", "no elements", "one element, which has no deviation"
+NO_TARGETS = "no targets to average over: all are ignored, or of classes of weight 0"
+EQUAL_VALUES = "equal singular values or eigenvalues, whose vectors have no derivative"
+_DECOMPOSITIONS = {"linalg_svd", "linalg_eigh", "linalg_eig"}
+_POLES: list[tuple[str, str, Callable[[Tensor, Tensor], bool]]] = [
+    ("div true_divide fmod remainder addcdiv _weight_norm_interface", "a zero", lambda a, b: _has_zero(b)),
+    ("log log2 log10 xlogy rsqrt sqrt", "a negative number", lambda a, b: _is_below_0(b)),
+    ("log log2 log10 xlogy rsqrt reciprocal", "a zero", lambda a, b: _has_zero(b)),
+    ("pow", "a zero", lambda a, b: _has_zero(a) and _is_below_0(b)),
+    ("pow", "a negative number", lambda a, b: _is_below_0(a) and not b.is_complex() and bool((b != b.round()).any())),
+    ("lgamma digamma", "a zero or a negative number", lambda a, b: _has_zero(a) or _is_below_0(a)),
+    ("log1p", "-1 or a number below it", lambda a, b: not a.is_complex() and bool((a <= -1).any())),
+    ("logdet _linalg_slogdet linalg_slogdet", SINGULAR, lambda a, b: True),
+    ("linalg_solve_ex _linalg_solve_ex", SINGULAR, lambda a, b: bool(torch.linalg.lu_factor_ex(a).info.any())),
+    ("linalg_solve_triangular", SINGULAR, lambda a, b: _has_zero(a.diagonal(0, -2, -1))),
+    ("acos asin acosh atanh logit erfinv", "a number at the edge of its domain or beyond", lambda a, b: True),
+    ("std var std_mean var_mean", ONE_ELEMENT, lambda a, b: True),
+    ("nll_loss_forward nll_loss2d_forward", NO_TARGETS, lambda a, b: True),
 ]
-"""Operations, and what has no finite result as their last argument."""
-_FIRST: list[tuple[str, str, Callable[[Tensor], bool]]] = [
-    ("lgamma digamma", "a zero or a negative number", lambda x: _has_zero(x) or _is_below_0(x)),
-    ("log1p", "-1 or a number below it", lambda x: not x.is_complex() and bool((x <= -1).any())),
-    ("logdet _linalg_slogdet linalg_slogdet", "a singular matrix", lambda x: True),
-    ("linalg_solve_ex _linalg_solve_ex", "a singular matrix", lambda x: bool(torch.linalg.lu_factor_ex(x).info.any())),
-    ("linalg_solve_triangular", "a singular matrix", lambda x: _has_zero(x.diagonal(0, -2, -1))),
-    ("acos asin acosh atanh logit erfinv", "a number at the edge of its domain or beyond", lambda x: True),
-]
-"""The same of their first argument."""
+"""Operations, and what has no finite result as their first or last argument."""
 
 
-def pole(name: str, args: Sequence[Any], tensors: list[Tensor]) -> str:
-    """The argument at which the operation has no finite result, in words; empty if none is known."""
-    name = name.rstrip("_")
-    given = [*args[:2], tensors[-1]] if name in ("addcdiv", "_weight_norm_interface") else args[:2]
-    of = [dense(torch.as_tensor(each)) for each in given if isinstance(each, Tensor | int | float | complex)]
-    of = [compared(each) for each in of] or [torch.ones(())]
-    if any(not each.numel() for each in tensors):
-        return "no elements"
-    for argument, rules in ((of[-1], _LAST), (of[0], _FIRST)):
-        for names, what, is_one in rules:
-            if name in names.split() and is_one(argument):
-                return what
-    if name == "pow" and _has_zero(of[0]) and _is_below_0(of[1]):
-        return "a zero"
-    if name == "pow" and _is_below_0(of[0]) and not of[1].is_complex() and bool((of[1] != of[1].round()).any()):
-        return "a negative number"
-    return ""
+def pole(call: Call) -> str:
+    """The argument at which an operation has no finite result, in words; empty if none is known."""
+    if any(not each.tensor.numel() for each in call.inputs):
+        return NO_ELEMENTS
+    if call.backward and call.place.forward.strip("_") in _DECOMPOSITIONS:
+        return EQUAL_VALUES
+    divisor = [call.inputs[-1].tensor] if call.base in ("addcdiv", "_weight_norm_interface") else []
+    given = [each for each in (*call.args[:2], *divisor) if isinstance(each, Tensor | int | float | complex)]
+    of = [compared(dense(torch.as_tensor(each))) for each in given] or [torch.ones(())]
+    return next((what for ops, what, is_one in _POLES if call.base in ops.split() and is_one(of[0], of[-1])), "")

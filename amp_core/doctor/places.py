@@ -1,5 +1,4 @@
-"""Where an operation is: its module and the line of the program, in the backward pass those of the differentiated
-operation."""
+"""Where an operation is: its module and line; in the backward pass those of the differentiated operation."""
 
 from __future__ import annotations
 
@@ -7,15 +6,14 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from amp_core.doctor.values import storage_key
 from amp_core.memory.recompute import recomputed
 from amp_core.torch_private import find
 
@@ -49,9 +47,9 @@ class Location:
         return f"{called(self.module)}{'' if self.module is None else f' ({self.kind})'}, {self.source}"
 
     @property
-    def phrase(self) -> str:
-        """The place as it follows an operation's name."""
-        return f"{'' if self.module is None else 'in '}{self}"
+    def fields(self) -> dict[str, Any]:
+        """Those of a `Diagnosis`."""
+        return {"module": self.module, "module_class": self.kind, "source": self.source, "code": self.code}
 
 
 def called(module: str | None) -> str:
@@ -129,61 +127,22 @@ class Places:
             self._of_nodes.setdefault(number, place)
         self._last[thread] = last
 
-    def holder_of(self, key: int) -> tuple[str, Tensor] | None:
-        """Name and value of the tensor with this storage: an attribute of a module or `self`, or a variable."""
-        modules = [(name, module) for name, _, _, module in reversed(self.modules)]
-        modules += [(name, module) for module, name in self._names.items()]
-        holders = [(f"attribute {name}." if name else "attribute ", _attributes(module)) for name, module in modules]
-        for what, names in [*holders, *_variables()]:
-            for name, value in names.items():
-                within = [*value.values()] if isinstance(value, dict) else value
-                for each in within if isinstance(within, list | tuple) else [within]:
-                    if isinstance(each, Tensor) and storage_key(each) == key:
-                        return what + name, each
-        return None
-
 
 def last_node() -> int:
     return _sequence_number() - 1
 
 
-def _frames() -> Iterator[Any]:
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_shown(frame: Any) -> bool:
-    is_mode = frame.f_code.co_name == "__torch_dispatch__"  # also one of a subclass, in another file
-    return not is_mode and not frame.f_code.co_filename.startswith((_TORCH, *_NOT_SHOWN, "<"))
-
-
 def _source(*, by_autograd: bool = False) -> tuple[str, str]:
     """file:line of the innermost frame to show, and the line; `by_autograd`: empty if autograd's engine called none."""
-    for frame in _frames():
-        path = frame.f_code.co_filename
-        if by_autograd and path in _ENGINE:
-            break
-        if _is_shown(frame):
+    frame: Any = sys._getframe(1)
+    while frame is not None and not (by_autograd and frame.f_code.co_filename in _ENGINE):
+        path, line = frame.f_code.co_filename, frame.f_lineno
+        is_mode = frame.f_code.co_name == "__torch_dispatch__"  # also one of a subclass, in another file
+        if not is_mode and not path.startswith((_TORCH, *_NOT_SHOWN, "<")):
             shown = next((path.removeprefix(root) for root in _ROOTS if path.startswith(root)), path)
-            return f"{shown}:{frame.f_lineno}", linecache.getline(path, frame.f_lineno).strip()
+            return f"{shown}:{line}", linecache.getline(path, line).strip()
+        frame = frame.f_back
     return "" if by_autograd else "unknown", ""
-
-
-def _variables() -> list[tuple[str, dict[str, Any]]]:
-    """Attributes of `self`, enclosing and global variables of the program's frames; after these the local ones."""
-    found, own = list[tuple[str, dict[str, Any]]](), list[tuple[str, dict[str, Any]]]()
-    for frame in filter(_is_shown, _frames()):
-        enclosing = {name: frame.f_locals.get(name) for name in frame.f_code.co_freevars}
-        found.append(("attribute ", _attributes(frame.f_locals.get("self"))))
-        found.append(("variable ", frame.f_globals | enclosing))
-        own.append(("local ", frame.f_locals))
-    return found + own
-
-
-def _attributes(owner: Any) -> dict[str, Any]:
-    return {**vars(type(owner)), **getattr(owner, "__dict__", {})}
 
 
 def class_name(module: nn.Module) -> str:

@@ -20,10 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from amp_core.checkpoints.plain_state import all_tensors
+from amp_core.doctor.findings import Search, T
 from amp_core.doctor.operations import is_view
 from amp_core.doctor.places import current_node
 from amp_core.doctor.trace import DispatchMode, Trace
-from amp_core.doctor.values import compared, dense, is_finite, is_plain, named_tensors, own_names, parts_of
+from amp_core.doctor.values import dense, is_finite, is_plain, named_tensors, own_names, parts_of
 from amp_core.layouts.stages import Stages
 from amp_core.lowp.islands import changed
 from amp_core.memory.compiled import eagerly, may_compile
@@ -47,23 +48,19 @@ class PlainLoop:
     """
 
     def __init__(self, amp: Amp, named: list[tuple[str, nn.Module]], batch: Any, random: RandomState | None) -> None:
-        nets = [net for _, net in named]
-        if any(each.is_meta for net in nets for each in itertools.chain(net.parameters(), net.buffers())):
-            raise ValueError(
-                "a weight or a buffer is on the meta device, and holds no numbers; expected a network with numbers"
-            )
-        self.amp, self.nets, self.batch = amp, nets, batch
+        self.amp, self.nets, self.batch = amp, [net for _, net in named], batch
         self._names = own_names(named)
         self.scaler: torch.amp.GradScaler | None = None
         self.is_torchs = False
         """It calls torch's `backward()`, not that of `Amp`."""
         self.steps_scaled = ""
         """An optimizer that was given gradients which no scaler had unscaled."""
-        self._scaler_state, self._is_first, self._changes_batch = dict[str, Any](), True, False
-        self._present = RandomState(amp.device, random.generators if random is not None else ())
+        self._scaler_state, self._is_first = dict[str, Any](), True
+        self._present = RandomState(amp.device)
         self._scale = amp.scaler.scale.clone()
         self._first, self._generators = random or self._present, dict[torch.Generator, Tensor]()
-        self._copies = copies_of(each for net in nets for each in itertools.chain(net.parameters(), net.buffers()))
+        own = (each for net in self.nets for each in (*net.parameters(), *net.buffers()))
+        self._copies = {each: each.detach().clone() for each in own}
         parts = itertools.chain(*map(_memory_of, named_tensors((), batch).values()))
         self._batch = [(part, part.clone()) for part in parts]
         self._rehearsals: list[Rehearsal] = []
@@ -74,7 +71,7 @@ class PlainLoop:
         self, *, as_trained: bool = False, keep_grads: bool = False, ahead: int = 0, steps: bool = False
     ) -> Iterator[tuple[Rehearsal, Any]]:
         """Compute the window inside; `ahead`: a later one, of the same batch with other random numbers."""
-        self.put_back_batch()
+        self._put_back_batch()
         if not ahead:
             self._put_back_random(self._first)
         self._is_first = not ahead
@@ -98,9 +95,9 @@ class PlainLoop:
             yield 1
             return
         own = set(self._params())
-        others = [p for each in optimizers for p in weights_of(each) if p not in own]
+        others = {p: p.detach().clone() for each in optimizers for p in weights_of(each) if p not in own}
         with contextlib.ExitStack() as undone:
-            undone.enter_context(kept([*self.nets, nn.ParameterList(others)], self._copies | copies_of(others)))
+            undone.enter_context(kept([*self.nets, nn.ParameterList(others)], self._copies | others))
             for optimizer in optimizers:
                 undone.enter_context(with_own_state(optimizer))
             yield sys.maxsize
@@ -110,6 +107,18 @@ class PlainLoop:
 
     def _params(self) -> list[nn.Parameter]:
         return [p for net in self.nets for p in net.parameters()]
+
+    def drive(self, search: Search[T], step: Callable[[], Any]) -> T:
+        """Compute the window each time that a search asks for it, and put everything back; what the search returns."""
+        try:
+            while True:
+                next(search)
+                self.run(step)
+        except StopIteration as done:
+            return done.value
+        finally:
+            search.close()  # also where the step raises: no hook may stay
+            self.restore()
 
     def run(self, step: Callable[[], Any]) -> None:
         """Compute the window. It counts as not finite if it raises, or returns early, at a loss that is not."""
@@ -121,9 +130,8 @@ class PlainLoop:
             if self._held:
                 name = type(next(iter(self._held))).__name__
                 raise TypeError(
-                    f"{name}.step() raised {type(error).__name__}: it computes with the gradients, as second-order "
-                    f"optimizers do, and a rerun takes them away so that nothing is stepped; expected a step that "
-                    f"ends before {name}.step()"
+                    f"{name}.step() raised {type(error).__name__}: a rerun takes its gradients away; expected a step "
+                    f"that ends before {name}.step()"
                 ) from error
             if rehearsal.is_finite and not self._has_guard:
                 raise
@@ -137,13 +145,12 @@ class PlainLoop:
         if not rehearsal.has_gradients:  # perhaps those of torch.autograd.grad, which no step took
             _tell(self.amp, rehearsal, self._params())
         if not rehearsal.losses and not rehearsal.has_gradients:
-            if self._has_guard:
-                rehearsal.add(torch.ones(()))
-                return
-            raise RuntimeError(
-                "the step reported no loss and no gradients; expected it to call amp.backward(loss) and "
-                "amp.step(optimizer), or loss.backward() and optimizer.step()"
-            )
+            if not self._has_guard:
+                raise RuntimeError(
+                    "the step reported no loss and no gradients; expected it to call amp.backward(loss) and "
+                    "amp.step(optimizer), or loss.backward() and optimizer.step()"
+                )
+            rehearsal.add(torch.ones(()))
 
     @property
     def _has_guard(self) -> bool:
@@ -154,17 +161,12 @@ class PlainLoop:
     def _trace(self) -> Trace | None:
         return next((each for each in self.amp.observers if isinstance(each, Trace)), None)
 
-    def bad_gradient(self, step: Callable[[], Any]) -> str:
-        """The name of a weight whose gradient was not finite before the window and makes it so; else empty."""
+    def bad_gradient(self) -> str:
+        """The name of a weight whose gradient was not finite before the window; else empty."""
         grads = ((self._named(p), local([p.grad])[0]) for p in self._params() if p.grad is not None)
-        bad = (name for name, grad in grads if not is_finite(grad))
-        if not (name := next(bad, "")):
-            return ""
-        with self.replay(keep_grads=True) as (rehearsal, _):
-            self.run(step)
-        return "" if rehearsal.is_finite else name
+        return next((name for name, grad in grads if not is_finite(grad)), "")
 
-    def bad_moments(self) -> str:
+    def bad_moment(self) -> str:
         """An optimizer state that is not finite: the next step writes it into the weight."""
         for param, state in itertools.chain(*(each.state.items() for each in self._optimizers())):
             for key, value in state.items():
@@ -180,16 +182,14 @@ class PlainLoop:
         self.amp.scaler.set(self._scale)
         if self._scaler_state and self.scaler is not None:
             self.scaler.load_state_dict(self._scaler_state)
-        self.put_back_batch()
+        self._put_back_batch()
         self._put_back_random(self._present)
 
-    def put_back_batch(self) -> bool:
-        """Undo what the step did to its batch. Returns whether any step has changed it."""
+    def _put_back_batch(self) -> None:
+        """Undo what the step did to its batch."""
         for now, then in self._batch:
             if not torch.equal(_bytes_of(now), _bytes_of(then)):  # it may be in memory that cannot be written
                 _write(now, then)
-                self._changes_batch = True
-        return self._changes_batch
 
     def _put_back_random(self, state: RandomState) -> None:
         for generator, each in self._generators.items():
@@ -199,9 +199,9 @@ class PlainLoop:
     @contextlib.contextmanager
     def _told(self, rehearsal: Rehearsal) -> Iterator[None]:
         """Report torch's `backward()` and `step()` to the rehearsal, as `Amp` does; weights move only in a trial."""
-        params, held, scalers = self._params(), self._held, set[torch.amp.GradScaler]()
+        params, held, scalers = self._params(), self._held, dict[torch.amp.GradScaler, dict[str, Any]]()
         backward, kind = torch.Tensor.backward, torch.amp.GradScaler
-        update, scale, step, unscale = kind.update, kind.scale, kind.step, kind.unscale_
+        scale = kind.scale
 
         def told_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
             self.is_torchs = True
@@ -215,7 +215,7 @@ class PlainLoop:
 
         def told_scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scale(scaler, outputs)  # it begins with this
-            scalers.add(scaler)
+            scalers.setdefault(scaler, scaler.state_dict())
             return self._scaled(scaler, outputs)
 
         def take_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -237,25 +237,18 @@ class PlainLoop:
             for param, grad in held.pop(optimizer, ()):
                 param.grad = grad
 
-        def keep_scale(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
-            state = scaler.state_dict()
-            update(scaler, *args, **kwargs)
-            if scaler is not self.scaler or not rehearsal.steps:
-                scaler.load_state_dict(state)
+        def told_of(call: Callable[..., Any]) -> Callable[..., Any]:
+            def told(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+                rehearsal.optimizers.add(optimizer)  # a scaler may skip its step
+                return call(scaler, optimizer, *args, **kwargs)
 
-        def told_step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            rehearsal.optimizers.add(optimizer)  # it may skip
-            return step(scaler, optimizer, *args, **kwargs)
-
-        def told_unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-            rehearsal.optimizers.add(optimizer)
-            unscale(scaler, optimizer)
+            return told
 
         with (
             register_optimizer_step_pre_hook(take_gradients),
             register_optimizer_step_post_hook(give_gradients),
             replaced(torch.Tensor, backward=told_backward),
-            replaced(kind, update=keep_scale, scale=told_scale, step=told_step, unscale_=told_unscale),
+            replaced(kind, scale=told_scale, step=told_of(kind.step), unscale_=told_of(kind.unscale_)),
             warnings.catch_warnings(),
         ):
             # A compiled model says that it sees the hooks of the trace.
@@ -263,8 +256,10 @@ class PlainLoop:
             try:
                 yield
             finally:
-                for scaler in scalers:  # a window that ended early did not end its step
-                    update(scaler, scaler.get_scale())
+                for scaler, state in scalers.items():
+                    scaler.update(scaler.get_scale())  # a window that ended early did not end its step
+                    if scaler is not self.scaler or not rehearsal.steps:
+                        scaler.load_state_dict(state)
 
     def _scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         # Of several the one with the largest scale is tried; the others keep theirs.
@@ -293,10 +288,6 @@ def _tell(amp: Amp, rehearsal: Rehearsal, weights: Iterable[Tensor]) -> None:
     rehearsal.add(bad)
     for observer in amp.observers:
         observer.on_step_end(~bad)
-
-
-def copies_of(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    return {tensor: tensor.detach().clone() for tensor in tensors}
 
 
 @contextlib.contextmanager
@@ -414,16 +405,6 @@ def in_one_thread(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def with_finite(tensor: Tensor, number: float) -> Iterator[None]:
-    """A number in place of those of a tensor that are not finite."""
-    with contextlib.ExitStack() as undone:
-        for part in _memory_of(tensor):
-            undone.callback(_write, part, part.clone())
-            _write(part, compared(part).nan_to_num(number, number, number))
-        yield
-
-
 def _memory_of(tensor: Tensor) -> list[Tensor]:
     """The memory of a tensor: real numbers, each once."""
     found = list[Tensor]()
@@ -449,12 +430,9 @@ def _write(part: Tensor, numbers: Tensor) -> None:
 class RandomState:
     """A snapshot of the random generators that a window may use; `before`: the last one, in place of which it comes."""
 
-    def __init__(
-        self, device: torch.device, generators: Iterable[torch.Generator] = (), before: RandomState | None = None
-    ) -> None:
-        self.generators = list(generators)
+    def __init__(self, device: torch.device, before: RandomState | None = None) -> None:
         self._numpy: tuple[Any, bytes] | None = None
-        self._states: list[tuple[Callable[[Any], Any], Any]] = [(g.set_state, g.get_state()) for g in self.generators]
+        self._states: list[tuple[Callable[[Any], Any], Any]] = []
         self._states += [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
         if numpy := sys.modules.get("numpy"):
             self._numpy = _numpy_state(numpy.random, before and before._numpy)

@@ -22,8 +22,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from amp_core.checkpoints.plain_state import all_tensors
 from amp_core.data.loading import checking_batches
-from amp_core.doctor.diagnosis import ADVICE, BF16, BY_HAND, advice_for, cause_of, keep_fp32_override, listed
-from amp_core.doctor.findings import Search, is_among
+from amp_core.doctor.diagnosis import ADVICE, advice_for, cause_of, keep_fp32_override, listed
+from amp_core.doctor.findings import Search
 from amp_core.doctor.fixes import FixSearch
 from amp_core.doctor.locate import Doctor
 from amp_core.doctor.plain_loop import without_autocast
@@ -63,9 +63,6 @@ class Silent(Observer):
         self._low: dict[Tensor, Tensor] = {
             side: p for p, side in pairs if p.dtype in HALF and (rounds or not is_low(p))
         }
-        both = zip(loop.ema.model.parameters(), loop.ema.source.parameters(), strict=True) if loop.ema else ()
-        self._averages: dict[Tensor, Tensor] = {average: p for average, p in both if average.dtype in HALF and p in own}
-        self._owner |= {average: own[p] for average, p in self._averages.items()}
         self._cleared = torch.zeros(len(_LEAST), len(self._names), dtype=torch.float64, device=loop.env.device)
         self._table, self._counts = self._cleared, dict[tuple[str, int], list[tuple[Tensor, int]]]()
         self._should_move, self._before = dict[Tensor, Tensor](), dict[Tensor, Tensor]()
@@ -125,18 +122,16 @@ class Silent(Observer):
         return table
 
     def _unmoved(self) -> dict[tuple[str, int], Tensor]:
-        """Shares of 16-bit numbers that are those of the last log line, and should have moved."""
+        """Shares of 16-bit weights that are those of the last log line, and should have moved."""
         loop, before, (step, skipped), wanted = self.loop, self._before, self._since, self._should_move
-        if not self._low and not self._averages:
-            return {}
-        stored = self._low | {average: average for average in self._averages}
-        self._before = {p: _sample(low) for p, low in stored.items()}
+        shares: dict[tuple[str, int], Tensor] = {}
+        if not self._low:
+            return shares
+        self._before = {p: _sample(low) for p, low in self._low.items()}
         self._should_move, self._since = {}, (loop.step, loop.amp.num_skipped.clone())
         moves = loop.step - step > loop.amp.num_skipped - skipped
         for schedule in loop.schedules.values():
             moves = moves & (schedule.last_rate() > 0)
-        wanted |= {average: _sample(p) != self._before[average] for average, p in self._averages.items()}
-        shares: dict[tuple[str, int], Tensor] = {}
         for p, want in wanted.items():
             if p in before:
                 still = (before[p] == self._before[p]) & want & moves.to(want.device)
@@ -179,7 +174,7 @@ class Silent(Observer):
                 f"input exceeds fp32; scale it down, and reset_running_stats() or an earlier checkpoint (resume=...)"
             )
         how = {"o3": "amp=o2", "bf16_pure": "amp.update=stochastic"}.get(self.loop.cfg.amp.name, "keep them in fp32")
-        return f"{name}: most 16-bit weights or averages did not move since the last log line, lost to rounding; {how}"
+        return f"{name}: most 16-bit weights did not move since the last log line, lost to rounding; {how}"
 
     def _rerun(self, step: int, kind: str, scale: float) -> Search[dict[str, float]]:
         """Shares by module, in the order of computation; {}: the step is not finite."""
@@ -279,12 +274,6 @@ class Silent(Observer):
                 if made and all(map(math.isfinite, loop.evaluation.metrics_of_nets().values())):
                     return f"{text} Try: {self._islands([diagnosis.module or ''])} (tried)"
         advice = advice_for(diagnosis.cause, findings[0])
-        if advice is BF16:
-            trace = Trace(names, named_tensors(doctor.nets, ()))
-            with loop.env.eagerly(), without_autocast(), contextlib.suppress(RuntimeError), trace:
-                loop.evaluation.metrics_of_nets()
-            if any(doctor.agree(is_among(findings[0], trace.findings))):
-                advice = BY_HAND
         return text + (f" Try: {advice.text}" if advice is not None else "")
 
 

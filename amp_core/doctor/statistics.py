@@ -47,8 +47,7 @@ class Statistics(Observer):
 
     def __init__(self, loop: Loop) -> None:
         assert loop.cfg.doctor.statistics_every is not None
-        self.every = loop.cfg.doctor.statistics_every
-        self._amp = loop.amp
+        self.every, self._amp = loop.cfg.doctor.statistics_every, loop.amp
         doctor = doctor_of(loop)
         names = doctor.names
         self._leaves = [(name, module) for module, name in names.items() if not any(module.children())]
@@ -92,15 +91,10 @@ class Statistics(Observer):
     def _after_forward(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if recomputed() is not None:
             return
-        found = self._found  # a graph retained beyond its window belongs to none
         for tensor in all_tensors(output):
             self._measure(name, "activations", tensor)
             if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._after_backward, found, name))
-
-    def _after_backward(self, found: dict[Key, Tensor], name: str, grad: Tensor) -> None:
-        if found is self._found:
-            self._measure(name, "activation_gradients", grad)
+                tensor.register_hook(functools.partial(self._measure, name, "activation_gradients"))
 
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
         for param, grad in zip(params, grads, strict=True):

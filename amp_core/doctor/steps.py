@@ -21,11 +21,8 @@ from amp_core.tensors import local
 
 _LARGER_EPS = (1e-8, 1e-7, 1e-4)
 """torch's own for fp32, and what float16 holds: one that is no longer 0, and one that is not subnormal."""
-_OF_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"}
-"""What optimizers take a root of."""
 Bad = tuple[str, Fix | None]
 """What a step makes non-finite and why, and what to change if that is known."""
-_SMALLER = Fix("code", "make the gradients smaller (a mean, not a sum), or keep the moments in fp32")
 
 
 def after_the_step(fixes: FixSearch) -> Search[Diagnosis | None]:
@@ -106,8 +103,6 @@ def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: di
     moments = {key: each[at] for key, each in moments.items() if each.shape == weight.shape}
     if not math.isfinite(rate):
         return f"the learning rate is {rate:g}", Fix("code", "give the optimizer a finite learning rate (optimizer.lr)")
-    if negative := [key for key in moments if key in _OF_SQUARES and bool((moments[key] < 0).any())]:
-        return f"{negative[0]} is negative, and has no root", ADVICE["poisoned moment"]
     zeros = [key for key, each in moments.items() if not each.any()]
     if zeros and eps is not None and not torch.tensor(eps).to(dtype):
         rounded = f" is 0 in {dtype_name(dtype)}" if eps else ""
@@ -116,6 +111,7 @@ def _reason(weight: Tensor, dtype: torch.dtype, group: dict[str, Any], state: di
         if each.isnan().any():
             return f"{key} is NaN", ADVICE["poisoned moment"]
         if not is_finite(each):
-            return f"{key} exceeds {dtype_name(each.dtype)}", _SMALLER
+            smaller = "make the gradients smaller (a mean, not a sum), or keep the moments in fp32"
+            return f"{key} exceeds {dtype_name(each.dtype)}", Fix("code", smaller)
     how = "is NaN" if weight.isnan().any() else f"exceeds {dtype_name(weight.dtype)}"
     return f"it {how} with a learning rate of {rate:g}", None

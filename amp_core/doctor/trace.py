@@ -45,14 +45,12 @@ NEEDED = (
 DispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode", object)
 OUTSIDE, REMOTE, CONSTANT = -1, -2, -3
 """Origins outside the window: before it, another rank, a number. Below: constants of the program."""
-_CONSTANTS = {"full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where"}
-_CONSTANTS |= {"constant_pad_nd", "lift_fresh", "index_fill", "index_fill_"}
-_CONSTANTS |= {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_"}
+_CONSTANTS = {"full", "full_like", "new_full", "fill", "masked_fill", "scalar_tensor", "where", "constant_pad_nd"}
+_CONSTANTS |= {"lift_fresh", "index_fill", "add", "sub", "rsub", "mul", "div"}
 """Operations that write a constant inf, such as for an attention mask."""
 _TESTS = {"eq", "ne", "isnan", "isinf", "isfinite"}
 _TAKES_MASKS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "sub", "rsub"}
-"""They return NaN for a row of only infinities: the empty row is the cause, not the mask; `sub` in a handwritten
-one."""
+"""They return NaN for a row of only infinities: the empty row is the cause, not the mask; `sub` in one by hand."""
 
 
 class Trace(Observer, DispatchMode):
@@ -79,8 +77,8 @@ class Trace(Observer, DispatchMode):
         self.collisions: list[Collision] = []
         self.reached: dict[int, list[str]] = {}
         """Origins of non-finite results: number of the finding -> names of losses and gradients."""
-        self.lost: dict[str, str] = {}
-        """Operations that could not be followed, and why."""
+        self._lost: set[str] = set()
+        """Operations that could not be followed: numbers that come from there have no origin."""
         self.num_operations, self.last_backward = 0, 0
         self.has_half = False
         self.generators: dict[torch.Generator, Tensor] = {}
@@ -131,21 +129,17 @@ class Trace(Observer, DispatchMode):
     def on_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor], scaled: bool) -> None:
         self._pauses += not self._in_steps
         with self._following("the gradients"):
-            self._look_at_gradients(params, local(grads))
+            low, grads = weights_by_side(), local(grads)
+            weights = local([low.get(param, param) for param in params])
+            names = [self._tensors.get(storage_key(weight), "a weight").removeprefix("weight ") for weight in weights]
+            sizes = [torch.linalg.vector_norm(values.comparable(grad), dtype=torch.float64).item() for grad in grads]
+            norm = math.hypot(*sizes)
+            self.grad_norm = max(self.grad_norm, norm)
+            self.largest_gradient = max([self.largest_gradient, *zip(sizes, names, strict=True)])
+            for name, grad in zip(names, grads, strict=True):
+                if not (math.isfinite(norm) or self._is_done or is_finite(grad)):
+                    self._note(grad, f"the gradient of {name}")
         self._pauses -= not self._in_steps
-
-    def _look_at_gradients(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        low = weights_by_side()
-        weights = local([low.get(param, param) for param in params])
-        names = [self._tensors.get(storage_key(weight), "a weight").removeprefix("weight ") for weight in weights]
-        every = [(name, values.comparable(grad)) for name, grad in zip(names, grads, strict=True)]
-        norms = [(torch.linalg.vector_norm(grad, dtype=torch.float64).item(), name) for name, grad in every]
-        norm = math.hypot(*(each for each, _ in norms))
-        self.grad_norm = max(self.grad_norm, norm)
-        self.largest_gradient = max([self.largest_gradient, *norms])
-        for name, grad in zip(names, grads, strict=True):
-            if not (math.isfinite(norm) or self._is_done or is_finite(grad)):
-                self._note(grad, f"the gradient of {name}")
 
     def on_step_begin(self) -> None:
         self._pauses += not self._in_steps
@@ -158,13 +152,8 @@ class Trace(Observer, DispatchMode):
     @property
     def first(self) -> Finding | None:
         """The earliest finding that reached a loss or a gradient; else an infinite constant that did."""
-        return next(iter(self._origins_of_results()), None)
-
-    @property
-    def bad_tensors(self) -> list[str]:
-        """Names of tensors from before the window whose non-finite values reached a loss or a gradient."""
-        found = self._origins_of_results()
-        return [each.tensor for each in found if each.tensor in self._tensors.values() and not each.op]
+        numbers = sorted((n for n in self.reached if n >= 0 or n < CONSTANT), key=lambda n: (n < 0, abs(n)))
+        return next((self.findings[n] if n >= 0 else self.constants[CONSTANT - n - 1] for n in numbers), None)
 
     def origin_of(self, tensor: Tensor) -> Finding | None:
         """The first operation that made a tensor non-finite; None if none is known."""
@@ -179,11 +168,6 @@ class Trace(Observer, DispatchMode):
             self.is_loss_finite = False
             self._note(tensor, what)
         return bool(self._bad_results)
-
-    def _origins_of_results(self) -> list[Finding]:
-        """What reached a loss or a gradient: findings in their order, then constants in theirs."""
-        numbers = sorted((n for n in self.reached if n >= 0 or n < CONSTANT), key=lambda n: (n < 0, abs(n)))
-        return [self.findings[n] if n >= 0 else self.constants[CONSTANT - n - 1] for n in numbers]
 
     def _note(self, tensor: Tensor, what: str) -> None:
         key = storage_key(tensor)
@@ -232,9 +216,9 @@ class Trace(Observer, DispatchMode):
         try:
             yield
         except Exception as error:
-            if str(func) not in self.lost:
-                self.lost[str(func)] = f"{type(error).__name__}: {error}"
+            if str(func) not in self._lost:
                 logger.warning("the doctor cannot follow %s", func, exc_info=error)
+            self._lost.add(str(func))
 
     def _begin(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
         """Describe an operation before it is computed; None if its result need not be checked."""
@@ -358,7 +342,7 @@ class Trace(Observer, DispatchMode):
         is_mask = call.base in operations.SUBTRACTS and not (is_nan or values.has_positive_infinity(bad[0]))
         if is_mask and bad[0].dtype in HALF and not call.backward:
             return frozenset({self._add_constant(finding)})
-        is_written = call.name in _CONSTANTS and operations.has_infinite_scalar(call.args)
+        is_written = call.base in _CONSTANTS and operations.has_infinite_scalar(call.args)
         is_written |= any(map(math.isnan, scalars))
         if is_written or (constants and not is_emptied):  # here, or before the window as a tensor of one number
             finding.is_constant = True
@@ -378,11 +362,9 @@ class Trace(Observer, DispatchMode):
             return set()
         copied = (name for name, tensor in self._bad_batch.items() if values.same(tensor, found.tensor))
         name = self._own_tensor(found.key) or next(copied, None)
-        if name is not None or found.tensor.numel() > 1:
-            unseen = f"unseen {found.name}", found.tensor
-            name, tensor = (name, found.tensor) if name else self.places.holder_of(found.key) or unseen
-            return {self._not_finite_before(name, tensor, found.key, place)}
-        return {CONSTANT}
+        if name is None and found.tensor.numel() == 1:
+            return {CONSTANT}
+        return {self._not_finite_before(name or f"argument {found.name}", found.tensor, found.key, place)}
 
     def _own_tensor(self, key: int) -> str | None:
         """Name of a weight or buffer of the current module, which may be in none of the networks."""
@@ -394,11 +376,11 @@ class Trace(Observer, DispatchMode):
         return next(own, None)
 
     def _not_finite_before(self, name: str, tensor: Tensor, key: int, place: Location) -> int:
-        seen = Range.of(name.removeprefix("unseen "), tensor)
-        finding = Finding(len(self.findings), "", place, False, [], seen, values.has_nan(tensor), None, tensor=name)
-        has_samples = name.startswith(("batch", "unseen", "variable")) and values.num_rows(tensor) in self._batch_sizes
+        seen, has_nan = Range.of(name, tensor), values.has_nan(tensor)
+        finding = Finding(len(self.findings), "", place, False, [], seen, has_nan, None, tensor=name)
+        has_samples = name.startswith("batch") and values.num_rows(tensor) in self._batch_sizes
         finding.rows = values.bad_rows(tensor) if has_samples else []
-        if not (name.startswith(("weight", "unseen")) or finding.has_nan or values.has_positive_infinity(tensor)):
+        if not (name.startswith("weight") or has_nan or values.has_positive_infinity(tensor)):
             # Only -inf, as in a mask of attention: treated like one that the program writes.
             number = self._add_constant(finding)
         else:
@@ -413,7 +395,7 @@ class Trace(Observer, DispatchMode):
         is_of_weights = bool(known) and all(name.startswith(("weight", "buffer")) for name in known)
         has_samples = not call.backward and not is_of_weights and values.num_rows(output) in self._batch_sizes
         wide = operations.in_float64(call, output)
-        at_a_pole = operations.pole(call.name, call.args, [each.tensor for each in call.inputs])
+        at_a_pole = operations.pole(call)
         moved = floats[-1:] if call.name in ("_to_copy", "copy_") else []
         held = [name for each in moved for kind, name in self._marks[each.key] if kind == "input"]
         variances = [(n, each.tensor) for n, each in zip(known, floats, strict=True) if "running_var" in n]

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from amp_core.tensors import local
 from amp_core.torch_private import storage_of
 
-_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
 _DEEPEST = 8
 
 
@@ -75,7 +74,7 @@ def storage_key(tensor: Tensor) -> int:
 def has_numbers(tensor: Tensor) -> bool:
     """Whether it holds floating-point numbers that can be read: not on the meta device, not packed."""
     has_fractions = tensor.is_floating_point() or tensor.is_complex()
-    return has_fractions and not tensor.is_meta and tensor.dtype is not _PACKED
+    return has_fractions and not tensor.is_meta and tensor.dtype is not torch.float4_e2m1fn_x2
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -177,9 +176,6 @@ def spread(tensor: Tensor, limit: int) -> Tensor:
     while step > 1 and math.gcd(step, len(flat)) > 1:
         step += 1  # a divisor of a dimension would sample the same few channels
     return flat[::step]
-
-
-# --- tensors by name --------------------------------------------------------------------------------------------------
 
 
 def named_tensors(nets: Iterable[tuple[str, nn.Module]], batch: Any) -> dict[str, Tensor]:

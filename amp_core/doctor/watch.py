@@ -2,10 +2,8 @@
 
 Nothing is read back between log lines: the first skipped step and the first non-finite loss are recorded on the device
 and read with the metrics. A window needs no copy of its data: its samples and randomness are functions of (seed, rank,
-step). The doctor acts on
-
-- any skipped step in a mode without a loss scale, and a loss that is not finite in any mode;
-- `doctor.after_skips` skipped steps in a row, and skipped steps at the minimum scale, in modes with one.
+step). The doctor acts on a loss that is not finite; without a loss scale on any skipped step; with one on
+`doctor.after_skips` skipped steps in a row, and on skipped steps at the minimum scale.
 
 An overflow of a training that diverges is no question of precision: islands would hold for a few steps. So the window's
 largest loss and the norm of the weights are held against those with the weights that the run began with.
@@ -20,12 +18,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import operator
 import re
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -34,18 +30,18 @@ from torch import Tensor
 
 from amp_core.config.errors import ConfigError
 from amp_core.config.redact import redact
-from amp_core.doctor.diagnosis import Diagnosis, Fix
+from amp_core.doctor.diagnosis import Diagnosis
 from amp_core.doctor.findings import Search
 from amp_core.doctor.locate import doctor_of
 from amp_core.doctor.plain_loop import without_autocast
 from amp_core.doctor.silent import Silent
 from amp_core.doctor.statistics import Statistics
-from amp_core.doctor.trace import NEEDED, Trace
-from amp_core.doctor.values import is_finite, named_tensors
+from amp_core.doctor.trace import NEEDED
+from amp_core.doctor.values import is_finite
 from amp_core.run.lines import write_json, write_text
 from amp_core.run.loop import Loop
 from amp_core.run.meters import Symptoms
-from amp_core.run.replay import first_sample, indices_of, replay, rerun_step, restore, snapshot, trying
+from amp_core.run.replay import indices_of, replay, rerun_step, restore, snapshot, trying
 from amp_core.run.resume import make_islands
 from amp_core.step.observer import Observer
 from amp_core.step.report import StepReport
@@ -72,31 +68,21 @@ class Watch(Observer):
         self.last: Diagnosis | None = None
         self.num_calls = 0
         self._examined = -1
-        device = loop.env.device
-        self._firsts = torch.zeros(2, dtype=torch.int64, device=device)
-        self._skipped_before: dict[str, int] = {}
-        self._bad_losses = defaultdict[str, Tensor](lambda: torch.zeros_like(self._firsts[1]))
+        self._firsts = torch.zeros(2, dtype=torch.int64, device=loop.env.device)
         self._origin: tuple[int, Any] | None = None
         """The step and the state that the run began with."""
-        self._begin = 0
-        """The step after which the data workers were started."""
-
-    # --- during the steps -----------------------------------------------------------------------------------------
 
     def around_run(self) -> contextlib.AbstractContextManager[None]:
         """Snapshot the initial state, if it is small, until there is a checkpoint."""
         weights = [p for net in self.loop.nets for p in net.parameters()]
         if sum(p.numel() * p.element_size() for p in weights) < _SMALL:
             self._origin = self.loop.step, snapshot(self.loop)
-        self._begin = self.loop.step
-        self._skipped_before = {of: int(meter.num_skipped) for of, meter in self.loop.metrics.meters.items()}
         return contextlib.nullcontext()
 
-    def note(self, of: str, report: StepReport, loss: Tensor | None) -> None:
-        """Count non-finite losses, and record the first of them and the first skipped step. No host-device sync."""
+    def note(self, report: StepReport, loss: Tensor | None) -> None:
+        """Record the first skipped step and the first non-finite loss. No host-device sync."""
         finite = report.taken if loss is None else torch.isfinite(loss.detach())
         bad = torch.stack([report.taken, finite]).logical_not_()
-        self._bad_losses[of] += bad[1]
         torch.maximum(self._firsts, bad * (_NEVER - (self.loop.step + 1)), out=self._firsts)
 
     def around_window(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -134,8 +120,6 @@ class Watch(Observer):
         at_floor = policy.dynamic and symptoms.scale <= policy.min_scale and symptoms.streak > 0
         return symptoms.streak >= self.cfg.after_skips or at_floor
 
-    # --- the examination -------------------------------------------------------------------------------------------
-
     def examine(self, symptoms: Symptoms) -> Search[Any]:
         """Yield windows to rerun; return the diagnosis, or None."""
         loop = self.loop
@@ -154,7 +138,7 @@ class Watch(Observer):
         unchanged = streak > 0 and first >= begin
         logger.info("the doctor reruns step %d", first)
         weights = "the weights of the step" if unchanged else f"the weights of step {loop.step}"
-        diagnosis = (yield from self._diagnose(first)) or self._by_worker(first)
+        diagnosis = yield from self._diagnose(first)
         is_poisoned = diagnosis is not None and diagnosis.cause == "poisoned weight"
         if is_poisoned or (diagnosis is None and not unchanged):
             start = loop.checkpoint.newest_before(first) or self._origin
@@ -164,12 +148,10 @@ class Watch(Observer):
                     diagnosis = found
                     weights = f"the weights of the step, trained again from step {start[0]}"
         if diagnosis is None:
-            diagnosis = Diagnosis(
-                "not found",
+            diagnosis = self.doctor.unlocated(
                 "The step was skipped when it was trained, and is finite now. Weights or random numbers differed: set "
-                "deterministic=true and a smaller save_every for an exact rerun.",
-                amp=loop.cfg.amp.name,
-                loss_scale=loop.amp.scale,
+                "deterministic=true and a smaller save_every for an exact rerun. Or a data worker loads other samples "
+                "than the main process does: compare with data.num_workers=0."
             )
         diagnosis.step, diagnosis.weights = diagnosis.step or first, weights
         if diagnosis.cause.startswith(("overflow", "loss scale too large", "gradient norm")):
@@ -188,28 +170,6 @@ class Watch(Observer):
         loop = self.loop
         undone = functools.partial(trying, loop, step) if self._origin is not None else None
         return (yield from self.doctor.diagnose(functools.partial(replay, loop, step), undone))
-
-    def _by_worker(self, step: int) -> Diagnosis | None:
-        """Load a window that is finite as training did, by the same worker: is its data?"""
-        loop, num_workers = self.loop, self.loop.cfg.data.num_workers
-        if not num_workers:
-            return None
-        ahead = (step - 1 - self._begin) % num_workers  # each worker loads one batch in turn
-        with loop.feed.loading(first_sample(loop, step - ahead)) as windows:
-            window = next(itertools.islice(windows, ahead, None))
-        findings = Trace({}, named_tensors((), [micro.batch for micro in window])).findings
-        for rank, found in enumerate(self.doctor.agree(findings[:1])):
-            for finding in found:
-                diagnosis = self.doctor.describe(finding, "bad input")
-                diagnosis.why = (
-                    f"{finding.tensor} is finite if the main process loads it, and not if a data worker does: data "
-                    f"differ by worker."
-                )
-                text = "load data in the main process, or repair what workers keep or draw by themselves"
-                diagnosis.fixes = [Fix("override", text, "data.num_workers=0", verified=True)]
-                diagnosis.rank, diagnosis.ranks = rank, [rank]
-                return diagnosis
-        return None
 
     def _from_checkpoint(self, start: tuple[int, Any], step: int) -> Search[Diagnosis | None]:
         loop = self.loop
@@ -272,33 +232,21 @@ class Watch(Observer):
         wanted = min(scale * policy.backoff_factor ** -min(streak, 126), policy.max_scale)
         while wanted > scale:
             loop.amp.scaler.set(wanted)
-            with replay(loop, step) as (rehearsal, window):
-                yield window
-            if all(self.doctor.agree(rehearsal.is_finite)):
+            if (yield from self.doctor.is_finite(functools.partial(replay, loop, step))):
                 return
             wanted *= policy.backoff_factor
         loop.amp.scaler.set(scale)
 
-    # --- the report -------------------------------------------------------------------------------------------------
-
     def _report(self, diagnosis: Diagnosis) -> None:
-        env = self.loop.env
-        diagnosis.skips = {
-            of: {
-                "skipped": int(self.loop.metrics.meters[of].num_skipped) - self._skipped_before.get(of, 0),
-                "losses not finite": int(env.sum_over_ranks(losses.clone())),
-            }
-            for of, losses in sorted(self._bad_losses.items())
-        }
+        env, text = self.loop.env, str(diagnosis)
         if not env.is_main or env.run_dir is None:
             return
-        text = str(diagnosis)
-        folder = env.run_dir / "doctor"
+        path = env.run_dir / "doctor" / f"step_{diagnosis.step:08d}.txt"
         with contextlib.suppress(OSError):  # a full disk must not end the run
-            folder.mkdir(exist_ok=True)
-            write_text(folder / f"step_{diagnosis.step:08d}.txt", redact(text) + "\n")
-            write_json(folder / f"step_{diagnosis.step:08d}.json", diagnosis.to_dict())
-        logger.warning("the doctor's report (%s)\n%s", folder / f"step_{diagnosis.step:08d}.txt", text)
+            path.parent.mkdir(exist_ok=True)
+            write_text(path, redact(text) + "\n")
+            write_json(path.with_suffix(".json"), diagnosis.to_dict())
+        logger.warning("the doctor's report (%s)\n%s", path, text)
         if self.num_calls == self.cfg.max_reports:
             logger.info("doctor.max_reports=%d: this was the last report", self.cfg.max_reports)
 
@@ -306,7 +254,6 @@ class Watch(Observer):
 def add_samples(loop: Loop, diagnosis: Diagnosis, step: int) -> None:
     """Convert rows of a micro-batch to indices of the data set."""
     batches = indices_of(loop, step, diagnosis.rank)
-    diagnosis.window = [index for batch in batches for index in batch]
     rows, diagnosis.samples = diagnosis.samples, []
     # An entry of the window is called batch[micro-batch][...]; an operation's micro-batch is unknown.
     named = re.match(r"batch\[(\d+)\]", diagnosis.tensor)

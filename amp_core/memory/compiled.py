@@ -175,17 +175,6 @@ BACKWARD = 'torch._functorch.config.backward_pass_autocast = "off"'
 """The line of a program with which torch.compile computes backward passes outside autocast."""
 
 
-@contextlib.contextmanager
-def backward_outside_autocast() -> Iterator[None]:
-    """Recompile inside, as with `BACKWARD`, and again afterwards."""
-    torch.compiler.reset()
-    try:
-        with find("torch._functorch.config").patch(backward_pass_autocast="off"):
-            yield
-    finally:
-        torch.compiler.reset()
-
-
 def eagerly() -> contextlib.AbstractContextManager[None]:
     """Run the eager code of compiled modules, so that hooks and dispatch modes see every operation."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[return-value]

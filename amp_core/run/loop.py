@@ -276,7 +276,7 @@ class Loop:
             return
         self.metrics.add(of, report, values)
         if self.watch is not None:
-            self.watch.note(of, report, next(iter(values.values()), None))
+            self.watch.note(report, next(iter(values.values()), None))
 
     def due(self, *, steps: int = 0, epochs: int = 0) -> bool:
         """Whether what is done every `steps` or `epochs` is due after this window: on all ranks, not in replays."""

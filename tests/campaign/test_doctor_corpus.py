@@ -334,7 +334,7 @@ ELSEWHERE = {
     "poisoned gradient": (PLACES, "test_gradients_left_by_an_earlier_window_are_to_blame_if_it_adds_to_them"),
     "poisoned moment": (ORIGINS, "test_moments_that_are_not_finite_are_named_with_their_network"),
     "poisoned by the optimizer": (ORIGINS, "test_a_step_that_makes_weights_nan_is_told_from_its_window"),
-    "not found": (ORIGINS, "test_a_nan_that_the_program_holds_is_named"),
+    "not found": (RUNS, "test_a_window_that_is_finite_in_the_main_process_points_at_the_data_workers"),
 }
 """Causes that neither the corpus has nor a row of test_doctor_causes.py: the tests that assert them."""
 

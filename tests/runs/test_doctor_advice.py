@@ -252,25 +252,24 @@ def is_taken(step):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("backend, fix", [(wide_again, "keep"), (in_half, None), ("aot_eager", "torch._functorch")])
-def test_a_fix_is_tried_in_compiled_code(backend, fix, as_torch_compiles):
+@pytest.mark.parametrize("backend, holds", [(wide_again, True), (in_half, False), ("aot_eager", False)])
+def test_a_fix_is_tried_in_compiled_code(backend, holds, as_torch_compiles):
     """aot_eager, as inductor, computes the backward pass of an island in 16 bits if nobody says otherwise."""
     net, batch = loud(), images()
     amp, model = Amp.named("fp16", init_scale=1.0), torch.compile(net, backend=backend)
     step = amps_step(amp, sgd(net, 0.0), lambda: F.cross_entropy(model(batch[0]).float() * 1e-6, batch[1]))
     diagnosis = Doctor(amp, model).locate(step, batch)
     assert diagnosis is not None and diagnosis.module == "2"
-    first = diagnosis.fixes[0]
-    assert first.verified is (fix is not None) and first.python.startswith(fix or "keep")
-    assert ("not as it is compiled here (tried: not enough)" in str(diagnosis)) is (fix is None)
-    *lines, island = first.python.split("; ")
-    exec(island, {"keep_fp32": keep_fp32, "model": model})  # names of a compiled model
-    assert is_taken(step) is (fix == "keep")
-    if fix == "keep":
+    first, *more = diagnosis.fixes
+    assert first.verified is holds and first.python.startswith("keep_fp32")
+    assert ("not as it is compiled here (tried: not enough)" in str(diagnosis)) is not holds
+    exec(first.python, {"keep_fp32": keep_fp32, "model": model})  # names of a compiled model
+    assert is_taken(step) is holds
+    if holds:
         return
     diagnosis = Doctor(amp, model).locate(step, batch)
     assert diagnosis is not None and "finite in eager code, and not as it is compiled" in diagnosis.why
-    if lines:
-        exec(lines[0], {"torch": torch})
+    if backend == "aot_eager":
+        exec(more[0].python, {"torch": torch})
         torch.compiler.reset()
         assert is_taken(step) and Doctor(amp, model).locate(step, batch) is None

@@ -62,7 +62,6 @@ def test_what_a_step_changes_by_itself_is_put_back(changes):
 
     diagnosis = diagnose(net, step, batch, "fp16")
     assert diagnosis is not None and diagnosis.cause == PRODUCT
-    assert ("The step changes its batch in place" in diagnosis.why) == (changes in ("the batch", "an array"))
     assert net.mean is buffer and same((net.state_dict(), x), before) and torch.equal(generator.get_state(), state)
     assert len(seen) > 1 and all(same(each, (before[1], seen[0][1])) for each in seen)
 
@@ -112,27 +111,23 @@ def test_a_guard_against_a_loss_that_is_nan_does_not_prevent_a_diagnosis(guard, 
     assert diagnosis.islands == ["0"] and diagnosis.fixes[0].verified and same(state_of(net, optimizer), before)
 
 
-@pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.parametrize("remembers", [True, False])
-def test_a_window_is_examined_after_it_was_computed(remembers, is_own):
+def test_a_window_is_examined_after_it_was_computed(remembers):
     """One of 64 dropout masks makes it infinite: the random state from before the window decides."""
-    net, generators = nn.Linear(4, 1), [torch.Generator()] if is_own else []
-    amp = Amp.named("fp32")
+    net, amp = nn.Linear(4, 1), Amp.named("fp32")
     doctor = Doctor(amp, net)
 
     def loss():
-        kept = torch.rand(6, generator=generators[0] if is_own else None) < 0.5
+        kept = torch.rand(6) < 0.5
         return net(torch.ones(1, 4)).sum() * (INF if bool(kept.all()) else 1.0)
 
     step = amps_step(amp, sgd(net, 0.0), loss)
     for _ in range(1000):
-        if remembers or is_own:
-            doctor.remember(*(generators if remembers else ()))
+        if remembers:
+            doctor.remember()
         if not bool(step()[0].taken):
             break
-    states = [each.get_state() for each in generators]
     assert (doctor.locate(step) is not None) == remembers
-    assert all(torch.equal(each.get_state(), state) for each, state in zip(generators, states, strict=True))
 
 
 def test_a_window_examined_after_its_step_may_have_spoilt_its_weights_itself():
@@ -343,14 +338,12 @@ def test_no_loss_scale_is_named_of_a_loop_that_has_its_own():
     assert diagnose(net, step, x, "fp16") is None
 
 
-@pytest.mark.parametrize("what", ["batch", "root", None])
+@pytest.mark.parametrize("what", ["root", None])
 def test_gradients_that_overflow_at_the_loss_scale_hide_nothing(what):
     """The first micro-batch overflows at 65536 and at no smaller scale; the second breaks at any."""
     net = nn.Sequential(nn.Linear(4, 4), filled(nn.Linear(4, 1), 1.0))
     amp, optimizer = Amp.named("fp16"), sgd(net, 1e-6)
     batches = [torch.ones(2, 4), torch.ones(2, 4)]
-    if what == "batch":
-        batches[1][1, 2] = NAN
 
     def step():
         for i, x in enumerate(batches):
@@ -368,8 +361,7 @@ def test_gradients_that_overflow_at_the_loss_scale_hide_nothing(what):
         assert diagnosis.cause == "loss scale too large"
         return
     assert "at 65536 gradients overflow as well" in diagnosis.why and not any(fix.verified for fix in diagnosis.fixes)
-    expected = ("bad input", "batch[1]", [1]) if what == "batch" else ("division or logarithm of zero", "", [])
-    assert (diagnosis.cause, diagnosis.tensor, diagnosis.samples) == expected
+    assert (diagnosis.cause, diagnosis.tensor) == ("division or logarithm of zero", "")
 
 
 def test_what_gradients_exceed_is_the_dtype_of_the_line_that_casts_them():

@@ -212,7 +212,7 @@ def test_a_snapshot_has_numpys_state_whatever_was_drawn_since_the_last_one() -> 
     for draw in (int, int, np.random.rand, int, np.random.randn, int, np.random.randn, int, lambda: np.random.seed(1)):
         draw()  # of two normal numbers the second is kept, and moves no word of the generator
         right = np.random.get_state()
-        before = RandomState(torch.device("cpu"), (), before)
+        before = RandomState(torch.device("cpu"), before)
         np.random.rand(3)
         before.restore()
         assert all(map(np.array_equal, right, np.random.get_state()))
