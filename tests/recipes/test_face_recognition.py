@@ -203,7 +203,8 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path):
 def test_bad_settings_are_named_before_the_start(tmp_path):
     (tmp_path / "one").mkdir()
     problems = check_data(data_config("records", path=str(tmp_path), eval_path="/nowhere"), "identities")
-    assert len(problems) == 3 and "no file train.rec" in problems[0] and "data.eval_path=/nowhere" in problems[2]
+    assert len(problems) == 2 and "no train.rec and no train.idx" in problems[0]
+    assert "data.eval_path=/nowhere" in problems[1]
     assert "has 1 folders" in check_data(data_config("identity_folder", path=str(tmp_path)))[0]
 
 
