@@ -69,9 +69,7 @@ def wrap_fsdp(
 
     One group of weights is gathered at a time: that of a block. Blocks are the outermost elements of `nn.ModuleList`
     and `nn.Sequential` that have weights and submodules; weights in no block, or shared with something outside it, form
-    the last group, that of the network itself.
-
-    All ranks start with the weights and buffers of rank 0. Collective.
+    the last group, that of the network. All ranks start with the weights and buffers of rank 0. Collective.
 
     Args:
         net: unsharded, after `keep_fp32`, on the device, or on the CPU if the process group has a backend for it. Its

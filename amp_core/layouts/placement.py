@@ -1,7 +1,4 @@
-"""Places the networks of a run: devices, islands, compiled and recomputed parts, the layout over processes.
-
-`Placement.wrap` is the one place that knows all layouts.
-"""
+"""Places the networks of a run: devices, islands, compiled and recomputed parts, the layout over processes."""
 
 from __future__ import annotations
 

@@ -28,11 +28,9 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 class Stages(nn.Module):
     """The layers of `net` under their own names, so the state dict does not change.
 
-    Outputs return to the first device. In evaluation a batch is not split into chunks.
-
-    With the same `chunks` threads are bit-identical: every layer sees the same chunks in the same order, and autograd
-    sums their gradients in that order. BatchNorm uses the statistics of a chunk, so another number of chunks trains
-    differently; without BatchNorm only the order of sums changes.
+    Outputs return to the first device. In evaluation a batch is not split into chunks. With the same `chunks` threads
+    are bit-identical: every layer sees them in the same order, in which autograd sums their gradients. BatchNorm uses
+    the statistics of a chunk, so another number of chunks trains differently; without it by the order of sums alone.
 
     Args:
         net: a chain: its children are called in order, each with the output of the previous one. `nn.Sequential`, and

@@ -215,22 +215,33 @@ def whole_state(optimizer: torch.optim.Optimizer, *, keep: bool = True) -> dict[
         return state
     number_of = {param: number for number, param in enumerate(weights_of(optimizer))}
     shared = {number_of[param] for param in cut.params}
+
+    def told(value: Any) -> Any:  # what stands for it until its owner sends it
+        return value.to("meta" if value.ndim else "cpu", copy=True) if isinstance(value, Tensor) else value
+
+    mine = {n: {key: told(value) for key, value in e.items()} for n, e in state["state"].items() if n in shared}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
     entries: dict[int, dict[str, Any]] = {n: e for n, e in state["state"].items() if n not in shared}
-    for owner, pieces in enumerate(cut.slices):
+    for owner, (pieces, described) in enumerate(zip(cut.slices, found, strict=True)):
         for piece in pieces:
             param = cut.params[piece.number]
             number = number_of[param]
-            own = state["state"].get(number) if owner == dist.get_rank() else None
-            sent = [own and {k: v.to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in own.items()}]
-            # One at a time, in the same order on all ranks: nobody holds more than one besides what it keeps.
-            dist.broadcast_object_list(sent, owner)
-            for key, value in (sent[0] or {}).items() if keep else ():
-                if isinstance(value, Tensor) and value.ndim and piece.end - piece.start < param.numel():
-                    whole = entries.get(number, {}).get(key)
-                    whole = _empty(param, dtype=value.dtype) if whole is None else whole
-                    flat(whole)[piece.start : piece.end] = value
-                    value = whole
-                entries.setdefault(number, {})[key] = value
+            for key, value in described.get(number, {}).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    sent = torch.empty_like(value, device=param.device)
+                    if owner == dist.get_rank():
+                        sent.copy_(state["state"][number][key])
+                    # One at a time, in the same order on all ranks: nobody holds more than one besides what it keeps.
+                    dist.broadcast(sendable(flat(sent)), owner)
+                    if keep and piece.end - piece.start == param.numel():
+                        value = sent.cpu()
+                    elif keep:
+                        value = entries.get(number, {}).get(key)
+                        value = _empty(param, dtype=sent.dtype) if value is None else value
+                        flat(value)[piece.start : piece.end] = sent.cpu()
+                if keep:
+                    entries.setdefault(number, {})[key] = value
     return {**state, "state": dict(sorted(entries.items()))}
 
 
