@@ -222,7 +222,7 @@ def table(record: dict[str, Any], kind: str) -> str:
     """What experiments of a kind, parity or losing, say: a row per recipe or per group."""
     names = ["recipe", "metric", "`fp32`", "`bf16`", "`fp16`", "margin", "seeds"]
     if kind == "losing":
-        names = ["what loses", "recipe", "metric", "instead of it", "difference", "margin", "seeds"]
+        names = ["what loses", "recipe", "metric", "remedy: its result", "difference", "margin", "seeds"]
     rows = [names, ["---"] * len(names)]
     for name in experiments():
         if not name.startswith(f"{kind}_"):
