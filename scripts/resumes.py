@@ -158,7 +158,10 @@ def grouped(modes: list[str], shown: dict[tuple[str, str], str]) -> list[str]:
         short = mode.removeprefix("bf16_pure amp.update=")
         rows.setdefault(tuple(shown[mode, other] for other in modes), {})[mode] = short
         columns.setdefault(tuple(shown[other, mode] for other in modes), {})[mode] = short
-    table = [["saved by, resumed in", *(", ".join(to.values()) for to in columns.values())], ["---"] * (1 + len(columns))]
+    table = [
+        ["saved by, resumed in", *(", ".join(to.values()) for to in columns.values())],
+        ["---"] * (1 + len(columns)),
+    ]
     table += [[", ".join(of.values()), *(shown[min(of), min(to)] for to in columns.values())] for of in rows.values()]
     return [f"| {' | '.join(cells)} |" for cells in table]
 

@@ -68,9 +68,11 @@ def _locked(folder: Path, name: str) -> dict[str, int]:
     file = os.open(folder / re.sub(r"[^\w.-]", "_", name), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(file)
-        return {}
+        if isinstance(error, BlockingIOError):
+            return {}
+        raise
     return {name: file}
 
 

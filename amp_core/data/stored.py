@@ -92,6 +92,10 @@ def _bytes_of(value: Any, where: str) -> bytes:
     return content
 
 
+class _Bar(tqdm):
+    monitor_interval = 0  # its watching thread would be there when data loaders fork
+
+
 class _Index:
     """What is found of each image: its place, name and label."""
 
@@ -110,7 +114,7 @@ class _Index:
 
     def counted(self, files: Sequence[Path]) -> Iterator[tuple[int, Path]]:
         """Files with their numbers, and a progress bar where they take more than 5 seconds."""
-        return enumerate(tqdm(files, f"{self._what}: index", leave=False, unit="file", mininterval=5, delay=5))
+        return enumerate(_Bar(files, f"{self._what}: index", leave=False, unit="file", mininterval=5, delay=5))
 
     def save(self, folder: Path) -> None:
         if not self.places:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import json
 import re
 import resource
@@ -39,7 +38,7 @@ class Chat:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         now = datetime.datetime.fromtimestamp(time, datetime.UTC)
-        env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+        env.filters["tojson"] = _to_json
         env.globals.update(raise_exception=_raise_exception, strftime_now=now.strftime)
         self._blocks: list[tuple[int, str]] = []
         self._done = 0
@@ -92,6 +91,13 @@ class _Generation(Extension):
         text = caller()
         self.environment.generated(text)  # type: ignore[attr-defined]  # `extend` made it
         return text
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As transformers' filter, with its order of arguments; Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -28,14 +28,21 @@ class Kernels:
         with self._switching, warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"(?s).*[Oo]verriding a previously registered kernel", UserWarning)
             self._library = self._library or torch.library.Library("aten", "IMPL")
-            for name in kernels.keys() - self.names:  # a second kernel would outlive the first one's removal
-                self._library.impl(name, kernels[name], self._key, **how)
-                self.names.add(name)
+            try:
+                for name in kernels.keys() - self.names:  # a second kernel would outlive the first one's removal
+                    self._library.impl(name, kernels[name], self._key, **how)
+                    self.names.add(name)
+            except BaseException:
+                self._remove()
+                raise
 
     def remove(self) -> None:
         """Restore torch's own. Idempotent."""
         with self._switching:
-            if self._library is not None:
-                end_library(self._library)
-            self._library = None
-            self.names.clear()
+            self._remove()
+
+    def _remove(self) -> None:
+        if self._library is not None:
+            end_library(self._library)
+        self._library = None
+        self.names.clear()

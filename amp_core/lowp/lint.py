@@ -76,7 +76,7 @@ def needs_fp32_weights(model: nn.Module) -> str:
 def computed_wrongly(model: nn.Module, dtype: torch.dtype) -> str:
     """Which convolution this CPU computes wrongly in `dtype`; "" if there is none."""
     # On AMX units oneDNN of torch 2.13 returns wrong sums for some bf16 convolutions of few channels and large kernels,
-    # such as one of patches. Each of that kind is tried on noise: results are rounded once, to 2^-9 of them.
+    # such as one of patches. Each of that kind is tried on noise: results are rounded once, to 2^-8 of them.
     if dtype is not torch.bfloat16:
         return ""
     noise, tried = torch.Generator().manual_seed(0), set[str]()

@@ -157,12 +157,14 @@ class Log:
                 act(tracker)
             except Exception as error:  # third-party code may raise anything, and training continues
                 del self._trackers[name]
+                with contextlib.suppress(Exception):
+                    tracker.abandon()
                 logger.warning("%s is switched off: %s", name, error)
 
     def _show(self, method: Callable[..., None], *args: Any) -> None:
         try:
             method(*args)
-        except (OSError, ValueError, TypeError) as error:  # stderr was closed, or a loss is no number
+        except Exception as error:  # stderr was closed, a loss is no number, a variable of tqdm: training continues
             self._progress = None
             logger.warning("progress is switched off: %s", error)
 

@@ -43,7 +43,13 @@ def progress_of(loop: Loop) -> dict[str, Any]:
 
 
 def _check_counts(loop: Loop, loaded: Loaded) -> None:
-    """Raises CheckpointError for counts that no run has written."""
+    """Raises CheckpointError for counts that no run has written, and for missing facts."""
+    lacks = {"classes", "meters", "skipped_of", "is_evaluated", "islands", "excluded"} - loaded.progress.keys()
+    if lacks:
+        raise CheckpointError(
+            f"{loaded.path}: its progress lacks {', '.join(sorted(lacks))}, which each run writes; use "
+            f"resume=<another checkpoint>, or model.weights={loaded.path} to begin with its network"
+        )
     progress = {"averaged": 0, **loaded.progress}  # missing where the run had no average
     counts: dict[str, tuple[Any, int, int]]
     counts = {f"{name}.num_taken": (int(each.num_taken), 0, MOST_STEPS) for name, each in loop.schedules.items()}
@@ -128,7 +134,8 @@ def resume(loop: Loop) -> tuple[list[str], list[str]]:
         said = "has other classes, or in another order, than the run was trained with, such as"
         changes = [f"data.path={cfg.data.path}: {said} {', '.join(others[:3])}"]
     if cfg.task == "train":
-        before, now = progress["train_samples"], len(loop.data.train)
+        now = len(loop.data.train)
+        before = progress.get("train_samples", now)
         if before != now and progress["excluded"] == loop.data.excluded:
             changes.append(f"data.path={cfg.data.path}: has {now:,} samples to train on, and had {before:,} before")
         _check_changes(loop, loaded, notes, changes)

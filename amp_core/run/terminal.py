@@ -83,6 +83,7 @@ class Progress:
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._bar: _Bar | None = None
         self._next_line = 0.0
+        self._is_held = False  # a line off a terminal came too soon after another
         # The most important first: a narrow terminal shows only those that fit, as a number that is cut would be wrong.
         self._formats = {"loss": "loss {:.4g}", "skipped": "skipped {:.0f}", "samples_per_second": "{:.0f} samples/s"}
         self._formats |= {"loss_scale": "scale {:.10g}"} if shows_scale else {}
@@ -95,6 +96,7 @@ class Progress:
             self._bar = _Bar(
                 total=self._total,
                 initial=step,
+                disable=False,  # TQDM_DISABLE is about other bars: log.progress=false is for this one
                 file=sys.stderr if self._is_terminal else io.StringIO(),
                 dynamic_ncols=self._is_terminal,
                 bar_format=self.BAR if self._is_terminal else self.LINE,
@@ -106,13 +108,20 @@ class Progress:
             self._bar.set_description_str(self._facts_of(metrics, self._bar.format_dict["ncols"]), refresh=False)
         if self._is_terminal:
             self._bar.refresh()
-        elif metrics is not None and (step >= self._total or time.monotonic() >= self._next_line):
-            self._next_line = time.monotonic() + LINE_SECONDS
-            print(self._bar, file=sys.stderr, flush=True)
+        elif metrics is not None:
+            self._is_held = step < self._total and time.monotonic() < self._next_line
+            if not self._is_held:
+                self._print()
+
+    def _print(self) -> None:
+        self._next_line = time.monotonic() + LINE_SECONDS
+        print(self._bar, file=sys.stderr, flush=True)
 
     def close(self, step: int) -> None:
         if self._bar is not None:
-            self.show(step)
+            self.show(max(step, self._bar.n))
+            if self._is_held:
+                self._print()
             self._bar.close()
 
     def _facts_of(self, metrics: Mapping[str, Any], columns: int | None) -> str:

@@ -60,6 +60,10 @@ class TensorBoard:
     def close(self, summary: Mapping[str, Any]) -> None:
         self._writer.close()
 
+    def abandon(self) -> None:
+        """Close without a summary after a failure. Does not wait."""
+        self._writer.close()
+
 
 class _Messages:
     """Messages from one process to another, through a file without a name: neither waits for the other."""
@@ -150,6 +154,11 @@ class Wandb:
                 self._folder,
             )
         self.poll(is_killed=is_killed)
+
+    def abandon(self) -> None:
+        """End its process after a failure, such as a full disk. Does not wait."""
+        if self._process is not None:
+            self._process.kill()
 
 
 def _wandb_id(path: Path) -> str:

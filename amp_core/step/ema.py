@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_core.config.schema import EmaConfig
-from amp_core.lowp.masters import buckets, fp32_copy, fp32_values, is_low
+from amp_core.lowp.masters import buckets, fp32_copy, fp32_values
 from amp_core.step.buffers import flat_groups
 from amp_core.step.gradients import same
 from amp_core.step.report import StepReport
@@ -53,11 +53,11 @@ class Ema:
         self._frozen: list[tuple[Tensor, Tensor]] = []
         """Averages and weights that did not train when this was made."""
         for average, weight in zip(self.model.parameters(), self.source.parameters(), strict=True):
-            if share_frozen and not weight.requires_grad:
-                average.data = weight.data
-            elif weight.requires_grad or is_low(weight):
+            if weight.requires_grad:
                 self._averages.append(average)
                 self._weights.append(weight)
+            elif share_frozen:
+                average.data = weight.data
             else:
                 self._frozen.append((average, weight))
         names = (name.rpartition(".") for name, _ in self.source.named_buffers())
@@ -89,16 +89,23 @@ class Ema:
             self._group(present)
         for group in self._groups:
             _move(group, weight, taken)
+        for group in self._frozen_groups() if self._frozen else ():
+            _move(group, weight, taken)
         self.num_taken += taken
 
     def _group(self, present: list[Tensor | None]) -> None:
         pairs = [pair for pair in zip(self.model.buffers(), present, strict=True) if pair[1] is not None]
-        pairs += [tuple(local(pair)) for pair in self._frozen]
-        self._groups, self._present = [], present
-        for averages, values in flat_groups(pairs):  # type: ignore[arg-type]
+        groups = flat_groups(pairs)  # type: ignore[arg-type]
+        self._groups = [(averages, values, list(map(len, averages))) for averages, values in groups]
+        self._present = present
+
+    def _frozen_groups(self) -> Iterator[_Group]:
+        # Made in each step: views would keep the memory of weights that were moved or replaced since.
+        averages, weights = map(local, zip(*self._frozen, strict=True))
+        for parts, values in flat_groups(zip(averages, fp32_values(weights), strict=True)):
             rest = iter(values)
-            for bucket in buckets(averages):  # a frozen network may be large
-                self._groups.append((bucket, list(islice(rest, len(bucket))), list(map(len, bucket))))
+            for bucket in buckets(parts):  # a frozen network may be large
+                yield bucket, list(islice(rest, len(bucket))), list(map(len, bucket))
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_groups": [], "_present": None}  # views, which a copy would detach from their base

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import islice
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -121,13 +122,14 @@ def take_step(state: OptimizerState, taken: Tensor, found_inf: Tensor, *, severa
     """Step a fused optimizer if `taken` (0-d bool), which `found_inf` (0-d float32) tells its kernels. No sync."""
     optimizer, divisor = state.optimizer, state.divisor
     own: FusedStep | None = None
-    if not (state.in_parts or must_be_called(optimizer) or (several_ranks and is_state_sharded(optimizer))):
+    in_parts = state.in_parts or (several_ranks and is_state_sharded(optimizer))
+    if not (in_parts or must_be_called(optimizer)):
         own = optimizer.__dict__.get(_CACHE)
         if own is None or not own.fits(state.params):
             own = FusedStep.of(optimizer, state.params, found_inf.device)
     optimizer.__dict__[_CACHE] = own
     if own is None:
-        with step_on_local_shards(optimizer):
+        with step_on_local_shards(optimizer) if in_parts else nullcontext():
             torch_step(optimizer, found_inf, divisor)
     else:
         take = _scope(optimizer)(own.take) if _is_profiling(torch.autograd.profiler) else own.take

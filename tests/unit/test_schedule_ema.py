@@ -288,6 +288,17 @@ def test_what_is_infinite_or_does_not_change_is_copied_bit_for_bit(warmup: bool)
     assert ema.model.bias[:, 1].isfinite().tolist() == [False, True, True] and ema.model.bias[2, 1] == -1e38
 
 
+def test_a_frozen_16_bit_weight_may_be_infinite_and_a_frozen_weight_may_get_other_memory() -> None:
+    net = nn.Linear(2, 2)
+    net.weight = nn.Parameter(torch.tensor([[-INF, 1.0], [2.0, INF]], dtype=torch.bfloat16), requires_grad=False)
+    net.bias.requires_grad_(False)
+    ema = Ema(net, 0.0, warmup=False)
+    ema.update(report(True))
+    net.bias.data = torch.full((2,), 7.0)
+    ema.update(report(True))
+    assert ema.model.weight.tolist() == [[-INF, 1.0], [2.0, INF]] and ema.model.bias.tolist() == [7.0, 7.0]
+
+
 @pytest.mark.parametrize("warmup, decay", [(w, 1.0 - 10.0**-digits) for w in (True, False) for digits in range(1, 13)])
 def test_the_weight_of_a_step_is_that_of_float64(warmup: bool, decay: float) -> None:
     """Within 2^-22: 10 + t, its reciprocal, the product with 9 and 1 - decay are rounded by at most 2^-24 each."""
