@@ -151,7 +151,8 @@ def load_pretrained(
     if wrong := [*missing, *unlike, *unknown]:
         places = sorted({_outermost(name, taken.keys() - unlike) for name in wrong})
         if any(found[name].shape[1:] == own[name].shape[1:] and _holds_tokens(net, name) for name in unlike):
-            how = "use the tokenizer that they were trained with, or leave out model.weights"
+            has_tokenizer = (Path(path) / "tokenizer.json").is_file()
+            how = f"use data.tokenizer={path}" if has_tokenizer else "leave out model.weights"
             problems[-1] += f". The vocabularies differ, so no token means the same: {how}"
         elif len(wrong) < len(own) and len(places) <= 4:
             listed = ",".join(f'"{name}"' for name in places)

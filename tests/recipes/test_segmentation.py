@@ -278,7 +278,7 @@ def test_a_bad_folder_of_masks_is_named(tmp_path: Path) -> None:
     def problems() -> str:
         return " ".join(check_data(data_config("mask_folder", path=str(tmp_path)), "masks"))
 
-    assert "no folder train/images" in problems()
+    assert "has no train/images" in problems()
     folder_of_masks(tmp_path)
     assert not problems()
     (tmp_path / "val/masks/2.png").rename(tmp_path / "val/masks/two.png")

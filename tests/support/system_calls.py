@@ -1,8 +1,9 @@
-"""Stands in for the module `os` where checkpoints are written, so that calls can be recorded, refused or be the last."""
+"""Stands in for the module `os` where checkpoints are written and removed: calls are recorded, refused or the last."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ Call = tuple[str, tuple[Any, ...], Any]
 
 def use(calls: Any = os) -> None:
     """Have a save make its system calls through `calls`; by default through `os` again."""
-    for module in (files, folders, sharded):
+    for module in (files, folders, sharded, shutil):
         setattr(module, "os", calls)  # noqa: B010 - the type checker knows that it is no module
 
 
