@@ -139,9 +139,9 @@ class Silent(Observer):
                 shares[at] = torch.maximum(share, shares.get(at, share))
         return shares
 
-    def read(self, symptoms: Symptoms, found: dict[str, float]) -> None:
-        """Take the numbers of `facts` out of `found`, and note what to examine."""
-        worst = {kind: (found.pop(f"@ {kind}"), self._names[int(found.pop(f"# {kind}"))]) for kind in _LEAST}
+    def read(self, symptoms: Symptoms, facts: dict[str, float]) -> None:
+        """Take its numbers out of the `facts` that were read back, and note what to examine."""
+        worst = {kind: (facts.pop(f"@ {kind}"), self._names[int(facts.pop(f"# {kind}"))]) for kind in _LEAST}
         candidates = {kind: name for kind, (share, name) in worst.items() if share > _LEAST[kind]}
         policy = self.loop.amp.scaler.policy
         if policy and policy.dynamic and symptoms.scale <= policy.min_scale < policy.init_scale and not symptoms.streak:

@@ -30,7 +30,7 @@ from amp_core.lowp.masters import master_params
 from amp_core.memory.recompute import recomputed
 from amp_core.run.log import Log
 from amp_core.run.loop import Loop
-from amp_core.run.meters import Reading
+from amp_core.run.meters import PendingCopy
 from amp_core.step.observer import Observer, observing
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients")
@@ -57,7 +57,7 @@ class Statistics(Observer):
         pairs = [pair for _, net in doctor.nets for pair in zip(net.parameters(), master_params(net), strict=True)]
         self._owners = {side: own[p] for p, side in pairs if p in own}
         self._found: dict[Key, Tensor] = {}
-        self._pending: list[tuple[int, list[Key], Reading]] = []
+        self._pending: list[tuple[int, list[Key], PendingCopy]] = []
 
     @contextlib.contextmanager
     def around_window(self, step: int) -> Iterator[None]:
@@ -75,7 +75,7 @@ class Statistics(Observer):
             hooks.enter_context(observing(self._amp.observers, self))
             yield
         row = torch.cat([scale.double().reshape(1), *(each.to(scale.device) for each in self._found.values())])
-        self._pending.append((step, list(self._found), Reading(row)))
+        self._pending.append((step, list(self._found), PendingCopy(row)))
         self._found = {}
 
     def write(self, log: Log, upto: int | None = None) -> None:

@@ -99,10 +99,10 @@ class Watch(Observer):
             dist.all_reduce(firsts, op=dist.ReduceOp.MAX)
         return {"first_skip": firsts[0], "first_bad_loss": firsts[1]} | self.silent.facts()
 
-    def completed(self, symptoms: Symptoms, found: dict[str, float]) -> Symptoms:
+    def completed(self, symptoms: Symptoms, facts: dict[str, float]) -> Symptoms:
         """The symptoms with the values of `facts` that were read back."""
-        self.silent.read(symptoms, found)
-        firsts = {name: _NEVER - int(value) if value else None for name, value in found.items()}
+        self.silent.read(symptoms, facts)
+        firsts = {name: _NEVER - int(value) if value else None for name, value in facts.items()}
         return dataclasses.replace(symptoms, **firsts)
 
     def is_called(self, symptoms: Symptoms) -> bool:

@@ -68,7 +68,7 @@ class Evaluation:
             return False
         self.step = step
         self._env.report_compiling()
-        self._clock.pause(time.monotonic() - began)
+        self._clock.exclude(time.monotonic() - began)
         return True
 
     def metrics_of_nets(self) -> dict[str, float]:

@@ -83,7 +83,7 @@ class Loop:
         _require_samples(self)
         env.job.notes += data.notes
         self.clock = Clock()
-        self.feed = Feed(env, data, self.clock.waiting)
+        self.feed = Feed(env, data, self.clock.timed)
         self.metrics = Metrics(amp, self.schedules, env.world_size)
         self.planned_samples = self.cfg.batch_size * self.cfg.accumulation * env.planned_ranks
         """Samples per step at the start of the run; an elastic run stays as near to it as its ranks allow."""
@@ -302,10 +302,11 @@ class Loop:
     def _begin_line(self) -> None:
         """Start to copy the numbers of a log line to the host; on a GPU it is written when the next line begins."""
         self._finish_line()
-        rate, waited = self.clock.lap(self.samples)
+        lap = self.clock.lap(self.samples)
         facts = self.watch.facts() if self.watch is not None else {}
-        # A line at the end alone is extra: a run that is extended logs the next one as if it had not ended here.
-        self.metrics.begin_line(self.step, rate, waited, facts, is_extra=self.step % self.cfg.log_every != 0)
+        # After a line at the end that log_every does not ask for, a run that is extended logs the next one as if it
+        # had not ended here.
+        self.metrics.begin_line(self.step, lap, facts, keep_sums=self.step % self.cfg.log_every != 0)
         if self.env.device.type == "cpu":
             self._finish_line()
 
@@ -313,14 +314,14 @@ class Loop:
         line = self.metrics.finish_line()
         if line is None:
             return
-        speed = self.throughput(line.rate)
+        speed = self.throughput(line.samples_per_second)
         self._log.metrics(line.numbers | speed)
         if self.statistics is not None:
             self.statistics.write(self._log, upto=line.symptoms.step)
         self.env.summary |= {key: line.numbers[key] for key in ("step", "skipped")} | speed
-        self.env.summary["samples_per_second"] = line.rate
+        self.env.summary["samples_per_second"] = line.samples_per_second
         symptoms, watch = line.symptoms, self.watch
-        self._symptoms = symptoms if watch is None else watch.completed(symptoms, line.found)
+        self._symptoms = symptoms if watch is None else watch.completed(symptoms, line.facts)
 
     def _consult(self, *, is_stopping: bool) -> Iterator[list[MicroBatch]]:
         """Let the doctor examine the last log line, unless the run is stopping; end a run that has diverged."""
@@ -333,7 +334,7 @@ class Loop:
         if watch is not None and asked and not is_stopping:
             began = time.monotonic()
             found = yield from watch.examine(symptoms)
-            self.clock.pause(time.monotonic() - began)
+            self.clock.exclude(time.monotonic() - began)
         if diverged and not (found is not None and found.healed):
             found = found or (watch.last if watch is not None else None)
             raise Diverged(why_diverged(symptoms, self.cfg.amp.max_consecutive_skips, found and found.headline))
@@ -375,7 +376,7 @@ class Loop:
             raise problem or SaveError("rank 0 cannot save, see its message")
         self.summarise()
         self.env.folder.write_summary("running", 0)
-        self.clock.pause(time.monotonic() - began)
+        self.clock.exclude(time.monotonic() - began)
 
     def _finish_saving(self) -> None:
         """Wait for background saves, however the run ends, except after a second Ctrl-C."""

@@ -94,7 +94,7 @@ class Profile(Observer):
             logger.info("perf.profile: %s.json and .txt", path)
         except (OSError, RuntimeError) as problem:  # the run is worth more than its profile
             logger.warning("perf.profile: %s cannot be written: %s", path, problem)
-        self._loop.clock.pause(time.monotonic() - began)
+        self._loop.clock.exclude(time.monotonic() - began)
 
 
 class SavedTensors(Observer):

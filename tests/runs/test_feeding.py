@@ -133,10 +133,10 @@ def test_the_clock_tells_waiting_from_computing(monkeypatch: pytest.MonkeyPatch)
             yield number
 
     clock = Clock()
-    for _ in clock.waiting(loader()):
+    for _ in clock.timed(loader()):
         now += 9.0
     now += 12.0  # an evaluation
-    clock.pause(12.0)
+    clock.exclude(12.0)
     assert clock.lap(96) == (2.0, 0.25)
     now += 8.0
     assert clock.lap(96) == (0.0, 0.0)

@@ -110,7 +110,7 @@ def test_a_step_stays_on_other_accelerators(mode: str, cls: Any, kind: str) -> N
         for _ in range(3):
             with gpu.step():
                 metrics.add("", training.step(), {"loss": torch.zeros((), device=kind)})
-        metrics.begin_line(3, 1.0, 0.0, {})
+        metrics.begin_line(3, (1.0, 0.0), {})
     assert gpu.num[f"aten._fused_{cls.__name__.lower()}_.tensor_lr"] == 6
 
 

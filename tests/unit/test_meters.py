@@ -27,7 +27,7 @@ def _mean_on(rank, num_ranks, before):
     own = metrics(num_ranks)
     own.load_states(before, rank, {})
     own.add("", step(), {"loss": torch.tensor(1.0 / num_ranks)})
-    own.begin_line(4, 0.0, 0.0, {})
+    own.begin_line(4, (0.0, 0.0), {})
     line = own.finish_line()
     return None if line is None else line.numbers["loss"]
 
@@ -63,6 +63,19 @@ def test_a_line_counts_its_own_taken_steps_and_the_skipped_ones_of_all() -> None
         for each in taken:
             run.add("generator", step(each), {"loss": torch.tensor(1.0)})
         assert run.states(None)[0]["generator"]["num_taken"] == sum(taken)
-        run.begin_line(1, 0.0, 0.0, {})
+        run.begin_line(1, (0.0, 0.0), {})
     line = run.finish_line()
     assert line is not None and line.numbers["skipped_generator"] == 2 and line.numbers["loss"] == 1.0
+
+
+def test_a_line_without_a_step_has_neither_losses_nor_the_norms_of_the_last_line() -> None:
+    run = metrics(1)
+    run.begin_line(1, (0.0, 0.0), {})
+    assert run.finish_line() is None
+    run.add("generator", step(), {"loss": torch.tensor(1.0)})
+    for norm in (1.0, None):
+        run.begin_line(2, (0.0, 0.0), {})
+        line = run.finish_line()
+        assert line is not None and ("loss" in line.numbers) == (norm is not None)
+        assert line.numbers["grad_norm"] == line.numbers["grad_norm_generator"] == norm
+        assert line.numbers["skipped_generator"] == 0
