@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from amp_core import Amp, Clip, MicroBatch, StepReport, keep_fp32, sync_grads
 from amp_core.checkpoints.export import write_state
-from amp_core.checkpoints.parts import save_trained_alone
+from amp_core.checkpoints.parts import save_only_trainable
 from amp_core.config.errors import CheckpointError, ConfigError
 from amp_core.config.schema import SHARDED, Config, RecipeConfig, expected
 from amp_core.config.sources import package_folder
@@ -282,4 +282,4 @@ def adapt(net: nn.Module, layers: list[str], knobs: Knobs) -> None:
     else:
         for name in layers:
             net.set_submodule(name, Lora(net.get_submodule(name), knobs.rank, knobs.alpha))  # type: ignore[arg-type]
-    save_trained_alone(net)
+    save_only_trainable(net)

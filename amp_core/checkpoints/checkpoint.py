@@ -68,11 +68,11 @@ class Checkpoint:
         folder: where the `step_*` folders are; made by the first save.
         keep: how many of the newest to keep, besides the best.
         writer: false for ranks above 0, which make and remove no folders, and in format `single` write nothing; their
-            `save` may be collective all the same. A writer removes here what dead processes left.
+            `save` may be collective all the same. A writer begins by removing what dead processes left there.
         format: `single`: one file, written by rank 0, on which sharded tensors are gathered. `sharded`: each rank
             writes its shards, and all ranks must see the same folder.
         background: `save` returns when everything was copied to host memory (a second copy of the state, kept for the
-            next save), and a thread does the rest. Copies from a GPU are not waited for.
+            next save), or from a GPU is queued to be, and a thread does the rest.
         group: of all ranks, for tensors in host memory (gloo), in the same order as by default. With it all ranks agree
             on what is loaded, and `load`, `newest_before` and, if `sharded`, `save` are collective. Nothing else may
             use it with `background`. Default: none if `single`; a new one if `sharded` on several ranks (collective).
@@ -112,7 +112,7 @@ class Checkpoint:
                 raise ValueError(f"{name} is a {type(part).__name__}: it has no state_dict() and load_state_dict()")
             if hasattr(part, "consolidate_state_dict"):  # importing torch's class takes long, and a build may lack it
                 raise ValueError(f"{name} is a {type(part).__name__}: shard its state by amp_core.layouts.zero instead")
-        self._begun = {name: settings_of(part) for name, part in self.parts.items()}
+        self._initial_groups = {name: settings_of(part) for name, part in self.parts.items()}
         if group is None and format == "sharded" and several_ranks():
             group = dist.new_group(backend="gloo")  # type: ignore[assignment] - this rank is in it
         self._ranks = Ranks(group)
@@ -192,9 +192,9 @@ class Checkpoint:
             task.result()
 
     def _states(self, state_of: Callable[[Part], Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-        others = self.parts.values()
+        initial, others = self._initial_groups, self.parts.values()
         return {
-            name: parts.with_moved(part, state_of(part), self._begun[name], others) for name, part in self.parts.items()
+            name: parts.with_changed(part, state_of(part), initial[name], others) for name, part in self.parts.items()
         }
 
     def _join(self) -> None:
@@ -205,7 +205,7 @@ class Checkpoint:
     def _prepare(
         self, target: Path, states: Mapping[str, Any] | None, facts: dict[str, Any], about: dict[str, Any]
     ) -> Callable[[], bool]:
-        """Copies what is saved, full `states` or None: shards. Returns what writes it; false: it is there already."""
+        """Copies what is saved: `states`, or if None this rank's shards. Returns what writes it and tells if it did."""
         from amp_core.checkpoints import sharded
 
         ranks = self._ranks if states is None else Ranks()
@@ -252,7 +252,7 @@ class Checkpoint:
             _log.warning("cannot remove an old checkpoint: %s. %s itself is safe.", error, target)
 
     def _verify(self, path: Path) -> bool:
-        """Whether a step is sound: its files are read once, but not those that this or all ranks wrote."""
+        """Whether a step is sound. Its files are read once, but not if they were written here, or if `sharded`."""
         if path not in self._verified and (self.format == "sharded" or folders.is_sound(path)):
             self._verified.add(path)
         return path in self._verified
@@ -260,11 +260,11 @@ class Checkpoint:
     def load(self, path: str | os.PathLike[str] | None = None) -> Loaded | None:
         """Loads all parts from the newest sound checkpoint, or from the one that is named.
 
-        Everything is checked before the first part is changed. An optimizer's state comes from the file, also entries
-        of its groups that are no arguments of its constructor. The settings of its groups stay, with a note for each
-        that differs, except those that the saved run changed after its `Checkpoint` was made, and what a torch
-        scheduler that was saved with it sets (`lr`, `momentum`, `betas`). A `Schedule` sets its rates itself. Tensors
-        that hold learning rates are written in place.
+        Files, networks and optimizers are checked before the first part is changed; other parts check their state when
+        they load it. An optimizer's state comes from the file, also entries of its groups that are no arguments of its
+        constructor. The settings of its groups stay, with a note for each that differs, except those that the saved run
+        changed after its `Checkpoint` was made, and what a torch scheduler that was saved with it sets (`lr`,
+        `momentum`, `betas`). A `Schedule` sets its rates itself. Tensors that hold learning rates are written in place.
 
         A part that the file lacks is an error, but an `AveragedPart` starts from the weights that were loaded, and a
         scaler gets `{}` (a fresh scale). A part of the file that is not here is ignored with a note. Waits for a save
@@ -272,7 +272,8 @@ class Checkpoint:
 
         `path` is a step folder, a `state.pt`, a folder of checkpoints (by default the own one), or a run folder.
         Returns None when no path was given and there is no checkpoint at all, neither sound nor damaged.
-        CheckpointError: none is sound, it is refused, or it is of another model; nothing was changed.
+        CheckpointError: none is sound, it is refused, or it is of another model, and nothing was changed; or a part
+        raised at its state ("does not fit"), after others were loaded.
         """
         self._join()
         try:
@@ -325,7 +326,7 @@ class Checkpoint:
     def snapshot(self) -> dict[str, Any]:
         """A copy in host memory of what this rank has of all parts, for `restore`. Waits for the device."""
         # As if nothing was there when the run began: all settings count as changed, and are put back.
-        states = {name: parts.with_moved(part, parts.local_state(part), ()) for name, part in self.parts.items()}
+        states = {name: parts.with_changed(part, parts.local_state(part), ()) for name, part in self.parts.items()}
         return plain_state.copied(states) | {"progress": parts.counters_of(self.parts)}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:

@@ -116,10 +116,11 @@ def parameters_of(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> I
 
 def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Plain name -> name in `net.state_dict()`, which has a component more for each wrapper (DDP, torch.compile)."""
-    wrapped = set()  # paths of what is inside a wrapper
+    wrapped = set()  # paths of the modules that wrappers wrap
+    # By class, as networks have a `module` of their own, too; but importing that of torch.compile costs 2 s.
     for path, module in net.named_modules(remove_duplicate=False):
         inner = "module" if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) else "_orig_mod"
-        if inner == "module" or inner in dict(module.named_children()):  # importing torch.compile's class costs 2 s
+        if inner == "module" or inner in dict(module.named_children()):
             wrapped.add(f"{path}.{inner}" if path else inner)
 
     def plain(name: str) -> str:
@@ -130,12 +131,16 @@ def plain_names(net: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {plain(name): name for name in names}
 
 
-def save_trained_alone(net: nn.Module) -> None:
-    """Restrict the state dict of a network, and of its later copies, to the weights that are trainable now."""
+def save_only_trainable(net: nn.Module) -> None:
+    """Restrict the state dict of a network, and of its later copies, to the weights that are trainable now.
+
+    Buffers are left out, too, and a load may lack all that is left out.
+    """
     trained = tuple(f".{name}" for name, param in net.named_parameters() if param.requires_grad)
 
     def is_left_out(key: str) -> bool:
-        # By the end: in a network around it names are longer, and compiled parts add a component.
+        # By the end: in a network around it names are longer, and compiled parts add a component. So a frozen
+        # `backbone.fc.weight` is saved with a trained `fc.weight`.
         return not f".{key.replace('_orig_mod.', '')}".endswith(trained)
 
     def leave_out(net: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -174,7 +179,8 @@ def gather_full_state(value: Any, *, keep: bool = True) -> Any:
 
 
 def local_state(part: Part) -> Mapping[str, Any]:
-    """This rank's part of the state to save. For optimizers with a sharded state the full one; then collective."""
+    """The state to save, of sharded tensors this rank's slices. Full and collective for an optimizer whose state is
+    sharded while its weights are not."""
     if isinstance(part, Optimizer) and is_state_sharded(part):
         return full_state(part)
     return _portable(part, part.sharded_state_dict() if isinstance(part, ShardedPart) else part.state_dict())
@@ -202,7 +208,10 @@ def _plain_groups(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> lis
 
 
 def compare(part: Part, state: Any) -> tuple[list[str], list[str]]:
-    """Compare a state with a part. Returns what does not fit, and what a load converts to another floating dtype."""
+    """Compare the state of a network or optimizer in a file with the live one. Other parts check theirs at the load.
+
+    Returns what does not fit, and what a load converts to another floating dtype.
+    """
     if not isinstance(state, dict):
         return [f"is a {type(state).__name__}, not a state dict"], []
     if isinstance(part, nn.Module):
@@ -211,28 +220,28 @@ def compare(part: Part, state: Any) -> tuple[list[str], list[str]]:
 
 
 def _compare_net(net: nn.Module, state: dict[str, Any]) -> tuple[list[str], list[str]]:
-    here = _portable(net, net.state_dict())
-    missing, shapes, types, converted = [key for key in here if key not in state], [], [], []
-    # Others than tensors are what a module's get_extra_state returned.
-    for key, new in ((k, v) for k, v in here.items() if k in state and isinstance(v, Tensor)):
-        old = state[key]
-        if not isinstance(old, Tensor):
-            types.append(f"{key} is a {type(old).__name__}")
-        elif old.shape != new.shape:
-            shapes.append(f"{key} is {tuple(old.shape)} there and {tuple(new.shape)} here")
-        elif old.dtype != new.dtype:
-            # torch casts without a word: a float to another one is said, an integer would lose its meaning.
-            both_float = old.is_floating_point() and new.is_floating_point()
-            (converted if both_float else types).append(f"{key} is {old.dtype} there and {new.dtype} here")
-    unexpected = [str(key) for key in state if key not in here]
+    live = _portable(net, net.state_dict())
+    missing, shapes, types, converted = [key for key in live if key not in state], [], [], []
+    # Values that are no tensors come from a module's get_extra_state, and are not compared.
+    for key, own in ((k, v) for k, v in live.items() if k in state and isinstance(v, Tensor)):
+        saved = state[key]
+        if not isinstance(saved, Tensor):
+            types.append(f"{key} is a {type(saved).__name__}")
+        elif saved.shape != own.shape:
+            shapes.append(f"{key} is {tuple(saved.shape)} there and {tuple(own.shape)} here")
+        elif saved.dtype != own.dtype:
+            # torch casts silently. Between floats this is logged; an integer would lose its meaning, and is refused.
+            both_float = saved.is_floating_point() and own.is_floating_point()
+            (converted if both_float else types).append(f"{key} is {saved.dtype} there and {own.dtype} here")
+    unexpected = [str(key) for key in state if key not in live]
     misfits = {"lacks": missing, "also has": unexpected, "has other shapes:": shapes, "has other types:": types}
     return [f"{what} {first_few(items)}" for what, items in misfits.items() if items], converted
 
 
 def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[str]:
-    here, there = type(optimizer).__name__, state.get("class")
+    own_class, saved_class = type(optimizer).__name__, state.get("class")
     is_wrapper = bool(inner_optimizers(optimizer))
-    if is_wrapper and there == here and "param_groups" not in state:
+    if is_wrapper and saved_class == own_class and "param_groups" not in state:
         return  # a format of the wrapper's own, which it checks itself
     groups, states = state.get("param_groups"), state.get("state", {} if is_wrapper else None)
     if not (
@@ -245,15 +254,15 @@ def _compare_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[
     ):
         yield "is not the state of an optimizer"
         return
-    if there not in (None, here):
-        yield f"is the state of {there}, not of {here}"
+    if saved_class not in (None, own_class):
+        yield f"is the state of {saved_class}, not of {own_class}"
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in groups]
     if sizes != saved_sizes:
         yield f"has groups of {saved_sizes} parameters there and {sizes} here"
         return
     shapes = []
-    # Other packages give these names to states of other shapes.
+    # Only these classes: other packages use the names in LIKE_PARAMETER for states of other shapes.
     is_known = type(optimizer).__module__.startswith(("torch.optim.", "amp_core."))
     for number, parameter in parameters_of(optimizer, groups) if is_known else ():
         entry = states.get(number, {})
@@ -270,9 +279,10 @@ def first_few(items: list[str], count: int = 3) -> str:
 
 
 def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
-    """A function that tells which rows of a sharded file's tensor this rank needs: None, all, or its own slice.
+    """A function that tells what this rank needs of a tensor in a sharded checkpoint: None, all rows, or its own slice.
 
-    `states` are those of the file, without tensors. ValueError: the part has no such tensor, or one of another shape.
+    `states` are those of the checkpoint, with meta tensors in place of these. ValueError: the part has no such tensor,
+    or one of another shape.
     """
     # Once per part: to name the tensors of a network walks over all its modules.
     lookup = functools.cache(lambda name: _lookup(parts[name], states[name]))
@@ -286,8 +296,8 @@ def want_of(parts: Mapping[str, Part], states: Mapping[str, Any]) -> Want:
             return (0, *part.span(entry.shape)), True
         live = lookup(name)(path)
         if live is None or tuple(live.shape) != entry.shape:
-            here = "nothing" if live is None else str(tuple(live.shape))
-            raise ValueError(f"{entry.name} is {entry.shape} there and {here} here")
+            own_shape = "nothing" if live is None else str(tuple(live.shape))
+            raise ValueError(f"{entry.name} is {entry.shape} there and {own_shape} here")
         if not is_dtensor(live):
             return want_all(entry)
         rows = slice_of(live)
@@ -307,20 +317,22 @@ def _lookup(part: Part, state: Any) -> Callable[[StatePath], Tensor | None]:
 
 
 def load_part(part: Part, state: dict[str, Any], exact: bool) -> None:
+    """Load a state that `compare` has passed. `exact`: an optimizer's states keep their saved dtypes."""
     if isinstance(part, nn.Module):
         names = plain_names(part, part.state_dict())
         load_state(part, {names[plain]: value for plain, value in state.items()})
     elif isinstance(part, Optimizer):
         _load_optimizer(part, state, exact)
-    elif state or not isinstance(part, torch.amp.GradScaler):  # torch's own scaler raises at {}; it is fresh already
+    # {}: saved without a loss scale. torch's own scaler raises at it, and stays as it is: fresh.
+    elif state or not isinstance(part, torch.amp.GradScaler):
         part.load_state_dict(state)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) -> None:
     """Load the state, but keep this optimizer's settings and the tensors that hold its learning rates.
 
-    `Optimizer.load_state_dict` alone would also take `fused` from the file, and put a new tensor in place of `lr`.
-    `exact`: the parameters have the dtypes of the file, and so must their states.
+    `Optimizer.load_state_dict` alone would also take `fused` from the file, and put a new tensor in place of `lr`. It
+    casts states to their parameter's dtype; with `exact`, as nothing was converted, this is undone.
     """
     given = {key: value for key, value in state.items() if key not in ("class", "moved")}
     if "param_groups" not in state:  # a wrapper's own format
@@ -328,18 +340,19 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
         return
     everyone, groups = [optimizer, *inner_optimizers(optimizer)], optimizer.param_groups
     holders = [each for each in reversed(everyone) if each.param_groups is groups]  # wrappers may share the groups
-    taken = _state_of_groups(optimizer, state)
+    taken = _loaded_entries(optimizer, state)
     pairs = zip(groups, taken, state["param_groups"], strict=True)
     saved = [{**group, **new, "params": old["params"]} for group, new, old in pairs]
     numbered = list(parameters_of(optimizer, saved))
-    layout, weights = state_layout(optimizer), weights_by_side()
+    layout, weight_of_side = state_layout(optimizer), weights_by_side()
     per_weight = {key: dict(value) for key, value in given.items() if isinstance(value, dict)}
     for each, states in per_weight.items():  # `state`; wrappers have several
         if layout is not None:
             per_weight[each] = states = layout.local_states(optimizer, states, [number for number, _ in numbered])
         for number, parameter in numbered:
             if isinstance(states.get(number), dict):
-                own, like = states[number].items(), weights.get(parameter, parameter)
+                # Not as the fp32 side of a 16-bit weight: between steps it may be one number, expanded.
+                own, like = states[number].items(), weight_of_side.get(parameter, parameter)
                 states[number] = {key: dtensor_like(_laid_out(value, like), parameter) for key, value in own}
     optimizer.load_state_dict({**given, **per_weight, "param_groups": saved})
     for holder in holders:
@@ -353,7 +366,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], exact: bool) ->
                 live.detach().copy_(torch.as_tensor(value))
             else:
                 group[key] = copy.deepcopy(value)
-    # torch casts all but `step` to the parameter's dtype: NAdam's fp32 product of momenta to bf16, for example.
+    # torch has cast all but `step` to the parameter's dtype. States of 0 dimensions are always put back, as they have a
+    # dtype of their own: NAdam's product of momenta is fp32, also of a bf16 parameter.
     for (number, parameter), holder, states in itertools.product(numbered, everyone, per_weight.values()):
         live = holder.state.get(parameter) or {}  # a defaultdict: an index would give SGD without momentum a state
         for key, value in (states.get(number) or {}).items():
@@ -374,7 +388,8 @@ def _arguments(*kinds: type) -> frozenset[str]:
 def _settings(optimizer: Optimizer) -> frozenset[str]:
     """The keys of its groups that are settings: arguments of its constructor, or of torch's usual optimizers.
 
-    All others are state, such as `k` of schedulefree, which is among its defaults, and `step` of timm's Lamb.
+    The latter are known by name, as a constructor may take groups only. All other keys are state, such as `step` of
+    timm's Lamb, and `k` of schedulefree, although it is in that optimizer's `defaults`.
     """
     own = type(owner_of_groups(optimizer))  # a wrapper's arguments, as Lookahead's `k`, are not in the groups
     return _arguments(own, torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon) | {"param_names"}
@@ -386,31 +401,32 @@ def settings_of(part: Part) -> list[dict[str, Any]]:
     return [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
 
 
-def with_moved(
-    part: Part, state: Mapping[str, Any], begun: Sequence[dict[str, Any]], others: Iterable[Part] = ()
+def with_changed(
+    part: Part, state: Mapping[str, Any], initial_groups: Sequence[dict[str, Any]], others: Iterable[Part] = ()
 ) -> Mapping[str, Any]:
-    """The state of an optimizer with `moved`: the names of the settings that its run changed since `begun`, by group.
+    """The state of an optimizer with `moved`: by group, the names of the settings that its run changed.
 
-    These are loaded from the file, like state, and so is what a torch scheduler among `others` sets: it computes a rate
-    from the one before. Learning rates of a `Schedule` are excluded: it sets them itself.
+    Changed is what differs from `initial_groups`, which `settings_of` returned. A load takes these settings from the
+    file, like state. So it does with what a torch scheduler among `others` sets: StepLR multiplies the `lr` of the step
+    before. Learning rates of a `Schedule` are excluded: it sets them itself.
     """
     if not isinstance(part, Optimizer):
         return state
     followed = [getattr(other, "optimizer", None) for other in others if not isinstance(other, Schedule | Optimizer)]
     owners = [owner_of_groups(each) for each in followed if isinstance(each, Optimizer)]
     always = ("lr", "momentum", "betas") if owner_of_groups(part) in owners else ()
-    keys = _settings(part) - _set_here(part)
+    keys = _settings(part) - _never_loaded(part)
 
-    def has_moved(key: str, now: dict[str, Any], then: dict[str, Any]) -> bool:
+    def has_changed(key: str, now: dict[str, Any], then: dict[str, Any]) -> bool:
         return key in always or key not in then or not _equal(now[key], then[key])
 
-    pairs = itertools.zip_longest(state.get("param_groups", ()), begun, fillvalue={})
-    moved = [sorted(key for key in keys & now.keys() if has_moved(key, now, then)) for now, then in pairs]
-    return {**state, "moved": moved} if any(moved) else state
+    pairs = itertools.zip_longest(state.get("param_groups", ()), initial_groups, fillvalue={})
+    changed = [sorted(key for key in keys & now.keys() if has_changed(key, now, then)) for now, then in pairs]
+    return {**state, "moved": changed} if any(changed) else state
 
 
-def _set_here(optimizer: Optimizer) -> set[str]:
-    """Entries of its groups that no file sets."""
+def _never_loaded(optimizer: Optimizer) -> set[str]:
+    """The keys of its groups that a load skips: its parameters, and learning rates that a `Schedule` sets."""
     return {"params", "lr"} if is_scheduled(optimizer) else {"params"}
 
 
@@ -423,30 +439,33 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def _state_of_groups(optimizer: Optimizer, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _loaded_entries(optimizer: Optimizer, state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of each group in a file that are loaded: state, and the settings that `moved` names."""
-    moved = itertools.chain(state.get("moved", ()), itertools.repeat(()))
-    settings, set_here = _settings(optimizer), _set_here(optimizer)
+    changed = itertools.chain(state.get("moved", ()), itertools.repeat(()))
+    settings, never = _settings(optimizer), _never_loaded(optimizer)
     return [
-        {k: v for k, v in group.items() if k not in set_here and (k not in settings or k in keys)}
-        for group, keys in zip(state["param_groups"], moved, strict=False)
+        {k: v for k, v in group.items() if k not in never and (k not in settings or k in keys)}
+        for group, keys in zip(state["param_groups"], changed, strict=False)
     ]
 
 
 def settings_that_differ(part: Part, state: Mapping[str, Any]) -> list[str]:
-    """A line for each setting of an optimizer that differs from the file, with the value that is used."""
+    """A line for each setting of an optimizer that differs from the file, with the value that is used.
+
+    Also for each entry that a training loop added to the groups, such as `lr_scale`: it counts as state, and is loaded.
+    """
     if not isinstance(part, Optimizer) or "param_groups" not in state:
         return []
-    # Without a note are those that choose a kernel, and the numbers that it computes are the same.
-    found, silent = {}, {"param_names", "foreach", "fused", "capturable", "differentiable"} | _set_here(part)
-    taken, settings, made = _state_of_groups(part, state), _settings(part), owner_of_groups(part).defaults
+    # Not for names and choices of an implementation, nor for what is never loaded.
+    found, silent = {}, {"param_names", "foreach", "fused", "capturable", "differentiable"} | _never_loaded(part)
+    taken, settings, defaults = _loaded_entries(part, state), _settings(part), owner_of_groups(part).defaults
     live = _plain_groups(part, part.param_groups)
     for number, (group, old, new) in enumerate(zip(live, state["param_groups"], taken, strict=True)):
         for key in (old.keys() & group.keys()) - silent:
-            is_label = key in new and key not in settings and key not in made
-            if (key not in new or is_label) and not _equal(old[key], group[key]):
-                here, there = f"{key}={group[key]}", f"{key}={old[key]} of the checkpoint"
-                used = f"takes {there} in place of {here}" if is_label else f"keeps {here}, not {there}"
+            is_of_loop = key in new and key not in settings and key not in defaults
+            if (key not in new or is_of_loop) and not _equal(old[key], group[key]):
+                own, saved = f"{key}={group[key]}", f"{key}={old[key]} of the checkpoint"
+                used = f"takes {saved} in place of {own}" if is_of_loop else f"keeps {own}, not {saved}"
                 found.setdefault(key, f"group {number} {used}")
     return [found[key] for key in sorted(found)]
 

@@ -1,4 +1,4 @@
-"""State as plain data: what is written, and that nothing read can run code or take more than its file's size allows."""
+"""State as plain data: made for writing, and read such that no code runs and memory is bounded by the file's size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from amp_core.config.errors import CheckpointError
 from amp_core.tensors import Slice, is_dtensor, slice_of
 
 _SCALARS = (str, int, float, bool, type(None))
-_LARGE = 1 << 16  # bytes of a tensor from which on it is not copied to be written
+_LARGE = 1 << 16  # tensors of at least so many bytes are written without a copy
 _MOST_BITS = 2000  # of an integer: pickle has a code for longer ones that a safe load lacks
 
 
@@ -55,11 +55,12 @@ _GLOBALS = re.compile(
 
 
 def scan(file: BinaryIO, *, is_ours: bool = True, is_zip: bool = True) -> int:
-    """Looks at the pickle before it is executed. Returns its size, which bounds the number of items it can hold.
+    """Scans a pickle before it is executed. Returns its size, which bounds the number of items it can hold.
 
-    Allowed is what `torch.save` of plain containers writes: no other calls, and as keys strings and numbers of 64 bits.
-    A hash of nested tuples that share their items takes 2^n steps, and large integers can be chosen to have the same.
-    Where it is not `is_ours`, only such tuples are refused; where it is no zip, it is in torch's old format.
+    Allowed is what `torch.save` of plain containers writes: no other calls, and as keys only strings, numbers of 64
+    bits, booleans and None. To hash nested tuples that share their items takes 2^n steps, and large integers can be
+    chosen to have equal hashes. Unless it `is_ours`, only such tuples are refused. Unless it `is_zip`, it is in torch's
+    old format, five pickles in a row. ValueError: it is refused.
     """
     size, num_hashed = file.seek(0, io.SEEK_END), 0
     file.seek(0)
@@ -68,7 +69,7 @@ def scan(file: BinaryIO, *, is_ours: bool = True, is_zip: bool = True) -> int:
             entries = archive.infolist()
         if sum(entry.file_size for entry in entries) > size:  # then a small file could take all memory
             raise ValueError("it is compressed")
-        # The one: of two torch might read the other.
+        # Exactly one: of two, torch might execute the one that is not scanned.
         (entry,) = [entry for entry in entries if entry.filename.endswith("data.pkl")]
         # Not `archive.read`, which would miss the checksum that `serialise` leaves out.
         file.seek(entry.header_offset + 26)
@@ -104,7 +105,7 @@ def scan(file: BinaryIO, *, is_ours: bool = True, is_zip: bool = True) -> int:
         # `taken` is a value, its key, the value before, ..., and at the end the dictionary.
         elif is_ours and code.name in ("SETITEM", "SETITEMS") and not _KEYS.issuperset(taken[1:-1:2]):
             raise ValueError("a key of a dictionary is neither text nor a number of 64 bits")
-        # Of pairs in its argument the keys were not looked at.
+        # Made of pairs, it would have keys that were not checked above.
         elif is_ours and code.name == "REDUCE" and taken[1] == "collections OrderedDict" and taken[0] != "EMPTY_TUPLE":
             raise ValueError("a dictionary is made of something")
         stack += [kind] * len(code.stack_after)
@@ -134,7 +135,7 @@ _Where = tuple[object, ...]  # the keys that lead to a value in nested container
 
 
 def _leaves(value: object, where: _Where = ()) -> Iterator[tuple[_Where, object]]:
-    """All containers, keys and values, with their paths."""
+    """Each container (as None), key and other value, with its path."""
     if not isinstance(value, dict | list | tuple):
         yield where, value
         return
@@ -165,9 +166,9 @@ def _require_dense(tensor: Tensor, where: _Where) -> None:
 
 
 def serialise(contents: dict[str, Any]) -> list[bytearray | memoryview]:
-    """What `to_plain` returned as the contents of a file, which look into its large tensors and copy the rest.
+    """The bytes of the file for what `to_plain` returned, in pieces: views of its large tensors, copies of the rest.
 
-    torch.save to a full disk hides the reason, and to memory copies all once more, holding the interpreter's lock.
+    torch.save hides the reason when a disk is full, and into memory copies all tensors, holding the interpreter's lock.
     """
     file = _Collector(all_tensors(contents))
     crc = torch.serialization.get_crc32_options()
@@ -180,7 +181,7 @@ def serialise(contents: dict[str, Any]) -> list[bytearray | memoryview]:
 
 
 class _Collector:
-    """A file for torch.save."""
+    """A file object for torch.save, which keeps views of large tensors."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.data: list[bytearray | memoryview] = [bytearray()]
@@ -219,7 +220,7 @@ def to_plain(
     if isinstance(value, Tensor):
         _require_dense(value, where)
         tensor = value.detach()
-        key = is_same(tensor)
+        key = view_of(tensor)
         if key not in copies:
             copy = to_host(tensor.resolve_conj().resolve_neg())
             is_view = copy.untyped_storage().nbytes() != copy.numel() * copy.element_size()
@@ -237,8 +238,8 @@ def to_plain(
     return value
 
 
-def is_same(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that view the same memory in the same way."""
+def view_of(tensor: Tensor) -> tuple[Any, ...]:
+    """A key that is equal for tensors that view the same memory in the same way."""
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -258,7 +259,7 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def copied(value: Any) -> Any:
-    """A nested state with copies in host memory in place of its tensors, and of what a DTensor has on this rank."""
+    """A nested state with copies of its tensors in host memory; of a DTensor, of this rank's slice."""
 
     def copy(leaf: Any) -> Any:
         leaf = slice_of(leaf) if is_dtensor(leaf) else leaf
@@ -288,7 +289,7 @@ class Copies:
         return buffer
 
     def end(self) -> None:
-        """From here on work queued on their device may change the tensors. Frees buffers that nothing used."""
+        """Ends a save: work queued from here on may change its tensors. Frees buffers that it did not use."""
         self._free = {}
         for kind, buffer in self._used:
             self._free.setdefault(kind, []).append(buffer)

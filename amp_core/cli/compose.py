@@ -305,7 +305,7 @@ class Sweep:
     jobs: list[list[str]]
     """The overrides of every job; for sweepers that choose their jobs, the first and the last values of their space."""
     num_parallel: int | None
-    """Jobs at a time on this machine; None: a scheduler decides."""
+    """Jobs at a time on this machine; 0: all that a search proposes at once; None: a scheduler decides."""
     is_dry: bool = False
     """Whether all jobs are dry runs."""
 

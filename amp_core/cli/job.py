@@ -22,7 +22,7 @@ from amp_core.config.processes import launched
 from amp_core.config.rules import key_of, validate, warnings_of
 from amp_core.run.terminal import say
 
-Find = Callable[[str], Any]
+FindRecipe = Callable[[str], Any]
 """The module of a recipe by its name. ConfigError: there is none."""
 _INSTEAD = {
     "config_path": "--config-dir <folder> adds your YAML files to ours",
@@ -31,7 +31,7 @@ _INSTEAD = {
 }
 
 
-def read(arguments: list[str], find: Find) -> argparse.Namespace:
+def read(arguments: list[str], find: FindRecipe) -> argparse.Namespace:
     """The flags of a command line, and its `overrides` as they were typed."""
     if endless := [text for text in arguments if len(text) > LONGEST]:
         raise ConfigError(
@@ -63,7 +63,7 @@ def read(arguments: list[str], find: Find) -> argparse.Namespace:
     return flags
 
 
-def _without_dashes(key: str, value: str | None, arguments: list[str], find: Find) -> str:
+def _without_dashes(key: str, value: str | None, arguments: list[str], find: FindRecipe) -> str:
     """What a flag of another program is called here; empty: nothing."""
     if value is None:
         flags = [text.lstrip("-").replace("-", "_") for text in arguments]
@@ -79,7 +79,7 @@ def _without_dashes(key: str, value: str | None, arguments: list[str], find: Fin
     return meant if "=" in meant else f"{key}={meant}"
 
 
-def sound_form(overrides: Sequence[str], find: Find, *, multirun: bool) -> tuple[list[str], list[str]]:
+def sound_form(overrides: Sequence[str], find: FindRecipe, *, multirun: bool) -> tuple[list[str], list[str]]:
     """(overrides in the form Hydra takes, problems); what an unknown key should have been is tried by a whole check."""
 
     def problems_of(sound: list[str]) -> list[str]:
@@ -92,7 +92,9 @@ def sound_form(overrides: Sequence[str], find: Find, *, multirun: bool) -> tuple
     return check_overrides(overrides, multirun=multirun, problems_of=problems_of)
 
 
-def check(sound: list[str], find: Find, problems: Sequence[str] = (), values: dict[str, Any] | None = None) -> Job:
+def check(
+    sound: list[str], find: FindRecipe, problems: Sequence[str] = (), values: dict[str, Any] | None = None
+) -> Job:
     """The job, without a folder, of sound overrides (composed: `values`). ConfigError: `problems`, and their own."""
     try:
         values = compose(sound) if values is None else values
@@ -135,7 +137,7 @@ def check(sound: list[str], find: Find, problems: Sequence[str] = (), values: di
     return Job(cfg, None, list(sound), [sys.executable, *sys.argv], notes)
 
 
-def job_of(overrides: list[str], find: Find) -> Job:
+def job_of(overrides: list[str], find: FindRecipe) -> Job:
     """The job of a command line, without a folder. ConfigError: every problem that can be found before the start."""
     sound, problems = sound_form(overrides, find, multirun=False)
     job = check(sound, find, problems)
@@ -143,7 +145,7 @@ def job_of(overrides: list[str], find: Find) -> Job:
     return job
 
 
-def prepare(overrides: list[str], find: Find) -> Job | None:
+def prepare(overrides: list[str], find: FindRecipe) -> Job | None:
     """The job of a single run, under torchrun as rank 0 has prepared it; None when its folder holds it finished.
 
     ConfigError: every problem that can be found before the start; rank 0 has told them, on the others it is empty.
@@ -165,7 +167,7 @@ def prepare(overrides: list[str], find: Find) -> Job | None:
     return share(job, refused=refused)
 
 
-def _with_folder(overrides: list[str], find: Find) -> Job | None:
+def _with_folder(overrides: list[str], find: FindRecipe) -> Job | None:
     job = job_of(overrides, find)
     run_dir = choose_run_dir(job.cfg)
     is_finished = run_dir is not None and check_run_dir(run_dir, job.cfg)

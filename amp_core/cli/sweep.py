@@ -1,8 +1,7 @@
-"""The state of a sweep's jobs: a record of each in the sweep's folder, processes for jobs, the table at the end.
+"""Plans and runs a sweep: checks its jobs, starts processes for them, records how they end, prints a table.
 
-Records lie in `<sweep>/.jobs/<folder of the run>.json`, written when a job ends, by whichever process had it. A file
-`stop` beside them says that the sweep was asked to end: no job begins any more, and those that run are passed the
-signal.
+Records lie in `<sweep>/.jobs/<folder of the run>.json`, written when a job ends by the process that called `run_job`.
+A file `stop` beside them says that the sweep was asked to end: no new job begins, and running ones get the signal.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from hydra.plugins.sweeper import Sweeper
 
 from amp_core.cli import compose
 from amp_core.cli.command import TRAIN, program, say_error, tool
-from amp_core.cli.job import Find, check, sound_form
+from amp_core.cli.job import FindRecipe, check, sound_form
 from amp_core.cli.lease import gpus_of, lease, lease_folder, num_cores, visible_devices
 from amp_core.cli.overrides import quoted
 from amp_core.cli.run_folders import (
@@ -62,8 +61,9 @@ class Record:
     """finished, diverged, preempted, failed or refused (a configuration that cannot run); or not started."""
     exit_code: int | None = None
     metric: str | None = None
-    """The recipe's best metric."""
+    """Name of the metric that selects the best checkpoint (`recipe.best`)."""
     value: float | None = None
+    """Of the last evaluation, which need not be the best one."""
     seconds: float | None = None
     """Duration of the run; of a resumed one, since it was resumed."""
     error: str | None = None
@@ -79,7 +79,7 @@ SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 75}
 # --- plan and run -----------------------------------------------------------------------------------------------------
 
 
-def plan(overrides: Sequence[str], find: Find) -> tuple[compose.Sweep, Job]:
+def plan(overrides: Sequence[str], find: FindRecipe) -> tuple[compose.Sweep, Job]:
     """A sweep, every job of which is checked, and its first job. ConfigError: what is wrong with any of them."""
     sound, problems = sound_form(overrides, find, multirun=True)
     for text in sound:
@@ -93,9 +93,9 @@ def plan(overrides: Sequence[str], find: Find) -> tuple[compose.Sweep, Job]:
     if problem := check_place("hydra.sweep.dir", planned.dir):
         raise ConfigError(problem)
     first, is_dry = None, True
-    for overrides_of_job in planned.jobs:
+    for job_overrides in planned.jobs:
         try:
-            job = check(overrides_of_job, find)
+            job = check(job_overrides, find)
             first, is_dry = first or job, is_dry and job.cfg.dry_run
         except ConfigError as refused:
             problems += [problem for problem in refused.problems if problem not in problems]
@@ -104,13 +104,13 @@ def plan(overrides: Sequence[str], find: Find) -> tuple[compose.Sweep, Job]:
     return replace(planned, is_dry=is_dry), first
 
 
-def sweep(overrides: Sequence[str], find: Find, task: Callable[[Any], Any]) -> int:
+def sweep(overrides: Sequence[str], find: FindRecipe, task: Callable[[Any], Any]) -> int:
     """Plan a sweep and run its jobs; each is a call of `task`, by Hydra. Returns the exit code."""
     from amp_core.run.process import num_processes
 
     if launched():
-        said = f"-m under torchrun would run the sweep once per rank; use {program()} -m layout=ddp ..."
-        raise ConfigError(said if os.environ["RANK"] == "0" else [])
+        problem = f"-m under torchrun would run the sweep once per rank; use {program()} -m layout=ddp ..."
+        raise ConfigError(problem if os.environ["RANK"] == "0" else [])  # no problems: the other ranks print nothing
     planned, first = plan(overrides, find)
     if planned.sweeper == "basic" and len(planned.jobs) == 1:
         say("-m: one job, since no setting has several values; write them as seed=1,2,3")
@@ -127,8 +127,8 @@ def sweep(overrides: Sequence[str], find: Find, task: Callable[[Any], Any]) -> i
         sweep_dir.mkdir(parents=True, exist_ok=True)
         lock = locks.lock_folder(sweep_dir)
     except (ConfigError, OSError) as problem:
-        said = str(problem).removeprefix(f"run_dir={sweep_dir}: ").replace("another run_dir", "another folder")
-        raise ConfigError(f"hydra.sweep.dir={sweep_dir}: {said}") from problem
+        message = str(problem).removeprefix(f"run_dir={sweep_dir}: ").replace("another run_dir", "another folder")
+        raise ConfigError(f"hydra.sweep.dir={sweep_dir}: {message}") from problem
     with lock:  # for as long as it is open
         return _run(planned, task)
 
@@ -136,9 +136,10 @@ def sweep(overrides: Sequence[str], find: Find, task: Callable[[Any], Any]) -> i
 def _run(planned: compose.Sweep, task: Callable[[Any], Any]) -> int:
     sweep_dir, code, failed = Path(planned.dir), 0, False
     begin(sweep_dir, planned.jobs)
-    Sweeper.validate_batch_is_legal = lambda self, batch: None  # every job was checked: a minute for 400 of them
+    # Hydra would compose each job again, a minute for 400 of them; `plan` has checked them all.
+    Sweeper.validate_batch_is_legal = lambda self, batch: None
     try:
-        with stopping(sweep_dir, is_here=planned.num_parallel is not None):
+        with stopping(sweep_dir, jobs_are_local=planned.num_parallel is not None):
             compose.hand_over(["--multirun", *planned.overrides, quoted("hydra.sweep.dir", planned.dir)], task)
     except KeyboardInterrupt:
         code = 130
@@ -160,8 +161,12 @@ def _run(planned: compose.Sweep, task: Callable[[Any], Any]) -> int:
     return int(bool(code) or failed or any(record.status != "finished" for record in records))
 
 
-def run_job(find: Find, start: Callable[[Job], Any]) -> float | None:
-    """Run the job that Hydra has set: it ends with a record, raises for no failure, returns its best metric or None."""
+def run_job(find: FindRecipe, start: Callable[[Job], Any]) -> float | None:
+    """Run the job that Hydra composed, and write its record; neither if the sweep was asked to stop.
+
+    Returns the last evaluation of the metric `recipe.best`, or None. A failure is recorded, not raised. SystemExit: a
+    signal ended the job, or the sweep before it.
+    """
     hydra_config = HydraConfig.get()
     overrides = [str(text) for text in hydra_config.overrides.task]
     sweep_dir = Path(hydra_config.sweep.dir)
@@ -185,11 +190,11 @@ def run_job(find: Find, start: Callable[[Job], Any]) -> float | None:
     return record.value
 
 
-def _run_job(record: Record, sweep_dir: Path, apart: bool, find: Find, start: Callable[[Job], Any]) -> int:
-    """Run a job and note how it ended. Returns the exit code that a signal asked for, or 0.
+def _run_job(record: Record, sweep_dir: Path, apart: bool, find: FindRecipe, start: Callable[[Job], Any]) -> int:
+    """Run a job and note in its record how it ended. Returns the exit code that a signal asked for, or 0.
 
-    A job `apart`, with others beside it on this machine, gets a process and GPUs of its own. So does every job on a
-    GPU, which an error can leave unusable for the rest of its process.
+    A job gets a process and GPUs of its own if it runs `apart`, beside others on this machine. Any job on a GPU gets
+    them, too, since an error there can leave the GPU unusable for the rest of the process.
     """
     run_dir = str(sweep_dir / record.folder)
     try:
@@ -220,7 +225,12 @@ def _run_job(record: Record, sweep_dir: Path, apart: bool, find: Find, start: Ca
                 environ = {"CUDA_VISIBLE_DEVICES": ",".join(taken)} if taken else {}
                 name = " ".join(varied(sweep_dir, record.overrides)) if apart else ""
                 record.exit_code, record.error = run_apart(
-                    command, sweep_dir, environ=environ, files=list(taken.values()), in_worker=apart, name=name
+                    command,
+                    sweep_dir,
+                    environ=environ,
+                    lock_descriptors=list(taken.values()),
+                    in_worker=apart,
+                    name=name,
                 )
             return 0
         job = check(record.overrides, find)
@@ -291,10 +301,13 @@ def asked_to_stop(sweep_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def stopping(sweep_dir: Path, *, is_here: bool) -> Iterator[None]:
-    """Around a sweep: the first signal lets running jobs finish their step and save, and no other begin; one
-    more raises KeyboardInterrupt, upon which launchers kill their workers. Jobs of a scheduler, which are not here, go
-    on without this process."""
+def stopping(sweep_dir: Path, *, jobs_are_local: bool) -> Iterator[None]:
+    """Around a sweep: what a signal does.
+
+    With local jobs the first one asks the sweep to stop: no new job begins, and running ones finish their step and
+    save. The second raises KeyboardInterrupt, upon which launchers kill their workers. Jobs of a scheduler do not need
+    this process: the first Ctrl-C raises KeyboardInterrupt, and other signals act as usual.
+    """
 
     def on_signal(number: int, frame: object) -> None:
         if asked_to_stop(sweep_dir):
@@ -302,7 +315,7 @@ def stopping(sweep_dir: Path, *, is_here: bool) -> Iterator[None]:
         (sweep_dir / ".jobs").mkdir(parents=True, exist_ok=True)
         write_text(sweep_dir / ".jobs" / "stop", str(SIGNALS[signal.Signals(number)]))
 
-    handlers = dict.fromkeys(SIGNALS, on_signal) if is_here else {signal.SIGINT: signal.default_int_handler}
+    handlers = dict.fromkeys(SIGNALS, on_signal) if jobs_are_local else {signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -319,16 +332,23 @@ def run_apart(
     sweep_dir: Path,
     *,
     environ: Mapping[str, str],
-    files: Sequence[int] = (),
+    lock_descriptors: Sequence[int] = (),
     in_worker: bool = False,
     name: str = "",
 ) -> tuple[int, str | None]:
-    """Run a job as a process, which a crash, a kill or a broken GPU ends without touching the sweep.
+    """Run a job in a subprocess, so that a crash, a kill or a broken GPU does not end the sweep.
 
-    What it prints passes through, behind `name |` if there is a name. It gets `environ` besides the variables of this
-    process, and inherits the descriptors `files`. When the sweep is asked to stop, it gets the signal and is waited
-    for: it writes a checkpoint first; so it does when the launcher is gone that started this process (`in_worker`).
-    Returns its exit code (1 when it was killed), and its error in one line.
+    What it prints is passed on, each line after `name | ` if there is a name. When the sweep is asked to stop, the job
+    gets the signal, writes a checkpoint, and is waited for.
+
+    Args:
+        environ: variables besides those of this process.
+        lock_descriptors: of the locks on its GPUs, which it inherits.
+        in_worker: this process is a launcher's worker: when the launcher is gone, the job gets SIGTERM, and once it
+            has ended, so does this process.
+
+    Returns:
+        Its exit code, 1 if it was killed, and its error in one line.
     """
     parent = os.getppid() if in_worker else None
     process = subprocess.Popen(
@@ -336,12 +356,12 @@ def run_apart(
         env={**os.environ, **environ, PARENT: str(os.getpid()), "NO_COLOR": "1"},  # what is read here has no colours
         stdout=subprocess.PIPE if name else None,
         stderr=subprocess.PIPE,
-        pass_fds=files,
+        pass_fds=lock_descriptors,
         start_new_session=True,  # Ctrl-C in a terminal reaches the sweep alone, which passes it on once
     )
-    said: list[bytes] = []
+    last_lines: list[bytes] = []
     prefix = f"{name} | " if name else ""
-    streams = [(process.stderr, sys.stderr, said), *([(process.stdout, sys.stdout, [])] if name else [])]
+    streams = [(process.stderr, sys.stderr, last_lines), *([(process.stdout, sys.stdout, [])] if name else [])]
     readers = [threading.Thread(target=_pass_on, args=(*stream, prefix), daemon=True) for stream in streams]
     for reader in readers:
         reader.start()
@@ -365,16 +385,16 @@ def run_apart(
         return 1, f"killed by {signal.Signals(-process.returncode).name}"
     if process.returncode == 0:
         return 0, None
-    text = b"".join(said).decode(errors="replace")
+    text = b"".join(last_lines).decode(errors="replace")
     start = text.rfind("error: ")
     return process.returncode, first_line(text[start:] if start >= 0 else text.rstrip().rpartition("\n")[2])
 
 
-def _pass_on(stream: Any, to: TextIO, said: list[bytes], prefix: str) -> None:
+def _pass_on(stream: Any, to: TextIO, last_lines: list[bytes], prefix: str) -> None:
     with stream:
         for line in stream:
-            said.append(line)
-            del said[:-200]
+            last_lines.append(line)
+            del last_lines[:-200]
             with contextlib.suppress(OSError, ValueError):  # a closed pipe (`| head`) does not end the job
                 # In one piece: other jobs write here, too.
                 to.write(prefix + line.decode(errors="replace"))
@@ -382,7 +402,7 @@ def _pass_on(stream: Any, to: TextIO, said: list[bytes], prefix: str) -> None:
 
 
 def end_with_parent() -> None:
-    """In a job's process: SIGTERM to itself when who started it is gone, however that ended. Else nothing."""
+    """In a job's process: send it SIGTERM when its parent has ended. Does nothing if no sweep started it."""
     started_by = os.environ.pop(PARENT, None)
     if started_by is None:
         return

@@ -25,35 +25,35 @@ class Feed:
     The weights are those of `step.window.windows`. Here all ranks have equally many micro-batches of one size, without
     end, so they need not agree on the length of each window.
 
-    `waiting` passes batches on, and may count the time in which they are waited for.
+    `timed` yields the batches that it gets, and may measure the time spent waiting for them.
     """
 
-    def __init__(self, env: Environment, data: Data, waiting: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
-        self._env, self._cfg, self.data, self._waiting = env, env.cfg, data, waiting
+    def __init__(self, env: Environment, data: Data, timed: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
+        self._env, self._cfg, self.data, self._timed = env, env.cfg, data, timed
         self.accumulation = self._cfg.accumulation
         """Micro-batches per window on each rank."""
         self.count: Callable[[Any], Tensor] | None = None
         """What a batch weighs; None: its samples."""
 
     def resized(self, batch_size: int) -> Feed:
-        """The same data in windows of one micro-batch of another size."""
-        feed = Feed(self._env, self.data, self._waiting)
+        """The same data in windows of one micro-batch of another size, weighted by samples."""
+        feed = Feed(self._env, self.data, self._timed)
         feed._cfg, feed.accumulation = replace(self._cfg, batch_size=batch_size), 1
         return feed
 
     @property
     def samples_per_step(self) -> int:
-        """Over all micro-batches and ranks."""
+        """Samples of a window, over all micro-batches and ranks."""
         return self._cfg.batch_size * self.accumulation * self._env.world_size
 
     def ends(self, step: int, samples: int, steps: int, epochs: int) -> bool:
-        """Whether the window after so many steps and samples ends a period of steps or epochs; 0: none."""
+        """Whether the window after `step` others and `samples` ends a period of `steps` or `epochs`; 0: no period."""
         period, after = epochs * len(self.data.train), samples + self.samples_per_step
         return bool((steps and (step + 1) % steps == 0) or (period and after // period > samples // period))
 
     @contextlib.contextmanager
     def loading(self, start: int, *, num_workers: int | None = None) -> Iterator[Iterator[list[MicroBatch]]]:
-        """The windows from sample `start` on, without end, as training loads them: by workers, and copied ahead."""
+        """The windows from sample `start` on, without end, loaded as in training: with workers and perf.prefetch."""
         env, cfg = self._env, self._cfg
         num_workers = cfg.data.num_workers if num_workers is None else num_workers
         on_cuda = env.device.type == "cuda"
@@ -61,7 +61,7 @@ class Feed:
             Batches(self.data.train, self._sampler(start), num_workers=num_workers, pin_memory=on_cuda)
         ) as loader:
             batches = to_device(
-                self._waiting(loader),
+                self._timed(loader),
                 env.device,
                 ahead=self.accumulation if cfg.perf.prefetch and on_cuda else 0,  # the next window
                 finish=self.data.finish,
@@ -70,7 +70,7 @@ class Feed:
             yield (self._next(batches, at) for at in itertools.count(start, self.samples_per_step))
 
     def window_at(self, start: int) -> list[MicroBatch]:
-        """The window that begins with a sample, loaded alone. On every rank."""
+        """The window that begins with sample `start`, loaded without workers. Call it on every rank."""
         loader = Batches(self.data.train, self._sampler(start), num_workers=0, pin_memory=False)
         with contextlib.closing(loader):
             channels_last = self._cfg.perf.channels_last
@@ -78,7 +78,7 @@ class Feed:
             return self._next(batches, start)
 
     def indices_at(self, start: int, rank: int) -> list[list[int]]:
-        """The data set's indices of the samples in that window, by micro-batch."""
+        """The data set's indices of a rank's samples in the window that begins with sample `start`, by micro-batch."""
         keys = itertools.islice(self._sampler(start, rank), self.accumulation)
         return [[index for index, _ in batch] for batch in keys]
 
@@ -105,7 +105,7 @@ class Feed:
 
     def _next(self, loaded: Iterator[Any], start: int) -> list[MicroBatch]:
         if self.data.finish is not None:
-            self._env.seed_step(-1 - start)  # for what it draws; steps are seeded by numbers from 0 on
+            self._env.seed_step(-1 - start)  # for what `finish` draws; steps are seeded by numbers above 0
         batches = list(itertools.islice(loaded, self.accumulation))
         weights: list[float | Tensor] = [self._cfg.batch_size / self.samples_per_step] * len(batches)
         if self.count is not None:

@@ -99,7 +99,7 @@ class Loop:
         self.owes_evaluation = False
         """The run was stopped after the step of its checkpoint, before the evaluation due at that step."""
         self.memory: dict[str, int | None] | None = None
-        """Bytes per rank; None before the first window."""
+        """Bytes per rank, by kind; None before the first window."""
         self.is_replay = False
         """Whether the current window is computed again, for the doctor or a tool."""
         from amp_core.run import perf
@@ -170,7 +170,7 @@ class Loop:
         ending: dict[str, Any] = {"status": "finished", "exit_code": 0}
         try:
             steps = self._steps()
-            # A recipe that fails in a replay leaves that open: close it, so that its trace does not see what follows.
+            # If a recipe fails in a replay, the generator is still inside it: closed, it no longer traces what follows.
             self.env.closing.callback(steps.close)
             yield from steps
         except BaseException as problem:  # trackers get the exit code; it is raised again
@@ -244,7 +244,7 @@ class Loop:
         cfg, at_end = self.cfg, self.step >= end
         stop = self.env.stop.poll()
         self._log.advance(self.step)
-        # Not when stopping: the resumed run writes this line, over the same steps as without the stop.
+        # A stop alone is no reason for a line: the resumed run writes the next one, over the same steps as without it.
         if at_end or self.step % cfg.log_every == 0:
             self._begin_line()
         yield from self._consult(is_stopping=bool(stop))
@@ -279,7 +279,7 @@ class Loop:
             self.watch.note(report, next(iter(values.values()), None))
 
     def due(self, *, steps: int = 0, epochs: int = 0) -> bool:
-        """Whether what is done every `steps` or `epochs` is due after this window: on all ranks, not in replays."""
+        """Whether what is done every `steps` or `epochs` is due after this window, on all ranks; not in replays."""
         return not self.is_replay and self.feed.ends(self.step, self.samples, steps, epochs)
 
     def draw(self, random: Callable[..., Tensor], *shape: int, stream: int = 0) -> list[Tensor]:
@@ -292,6 +292,8 @@ class Loop:
             random: torch.randn or torch.rand.
             *shape: of one sample.
             stream: a number for each independent draw within a step.
+
+        RuntimeError: a CUDA graph is being captured.
         """
         if self.graph is not None and self.graph.is_capturing:
             raise RuntimeError("it draws numbers by the step's number, which a replay would repeat (Loop.draw)")
@@ -300,7 +302,7 @@ class Loop:
     # --- metrics ------------------------------------------------------------------------------------------------------
 
     def _begin_line(self) -> None:
-        """Start to copy the numbers of a log line to the host; on a GPU it is written when the next line begins."""
+        """Start to copy the numbers of a log line to the host; on a GPU it is written with the next line or save."""
         self._finish_line()
         lap = self.clock.lap(self.samples)
         facts = self.watch.facts() if self.watch is not None else {}

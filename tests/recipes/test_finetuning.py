@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import train
 from amp_core import Amp, Ema
-from amp_core.checkpoints.parts import save_trained_alone
+from amp_core.checkpoints.parts import save_only_trainable
 from amp_core.config.errors import ConfigError
 from amp_core.lowp.islands import keep_fp32
 from amp_core.models.gpt import GPT
@@ -295,10 +295,10 @@ def test_layers_are_found_by_globs() -> None:
     assert find_layers(gpt(), ["*.up", "head"]) == ["blocks.0.up", "head"]
 
 
-def test_a_network_that_saves_what_is_trained_alone_loads_it_into_a_copy() -> None:
+def test_a_network_that_saves_only_what_is_trainable_loads_it_into_a_copy() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     net[0].requires_grad_(False)
-    save_trained_alone(net)
+    save_only_trainable(net)
     twin = copy.deepcopy(net)
     with torch.no_grad():
         net[1].weight.fill_(3)
