@@ -87,9 +87,7 @@ class Ema:
         present = [buffers_of(module)[name] for module, name in self._owners]
         if self._present is None or not same(present, self._present):
             self._group(present)
-        for group in self._groups:
-            _move(group, weight, taken)
-        for group in self._frozen_groups() if self._frozen else ():
+        for group in (*self._groups, *(self._frozen_groups() if self._frozen else ())):
             _move(group, weight, taken)
         self.num_taken += taken
 
