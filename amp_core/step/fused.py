@@ -180,9 +180,9 @@ def _scope(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
 
 def must_be_called(optimizer: torch.optim.Optimizer) -> bool:
     """Whether something depends on `optimizer.step()` being called: hooks, a scheduler."""
-    hooks = _before(optimizer) or _after(optimizer) or _all_before or _all_after
-    # A learning rate scheduler or a tracker may have put a step of its own into the instance.
-    return bool(hooks or "step" in optimizer.__dict__ or not getattr(type(optimizer).step, "hooked", False))
+    # A scheduler or a tracker puts its step into the instance; a wrapper's class has its own, without torch's hooks.
+    is_own = "step" in optimizer.__dict__ or not getattr(type(optimizer).step, "hooked", False)
+    return is_own or bool(_before(optimizer) or _after(optimizer) or _all_before or _all_after)
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[Any, ...]]:
